@@ -1,0 +1,1 @@
+"""The control plane: pure core, event bus, services and command line."""

@@ -1,0 +1,1 @@
+"""The event plane: one protocol, a NATS adapter and an in-memory twin."""

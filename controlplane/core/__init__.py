@@ -1,0 +1,1 @@
+"""The pure core: events and the time come in, decisions and effects go out."""

@@ -1,0 +1,1 @@
+"""The lab: an emulated engine, traces, and runs that compare policies."""

@@ -1,0 +1,1 @@
+"""The router: HTTP in, a decision, HTTP out."""

@@ -1,0 +1,1 @@
+"""Wire contracts: what crosses a process boundary, and nothing else."""

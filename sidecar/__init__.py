@@ -1,0 +1,1 @@
+"""The sidecar beside each engine: publishes KV-cache blocks and load to the bus."""
