@@ -5,9 +5,9 @@
 
 Theory of operation. The environment lies at `${XDG_CACHE_HOME:-~/.cache}/multiplane/vllm-<hash>`,
 where the hash covers the pins, the recipe's number and the Python that runs it. It is made under a
-temporary name, imported once, and only then renamed: a path that exists is an environment that works,
-and an interrupted build never counts. A lock file lets several callers ask at once; one builds and the
-others wait. Standard library only, so that it runs before anything is installed.
+temporary name, imported once, and only then renamed: a path that exists is an environment that
+works, and an interrupted build never counts. Several callers may ask at once: one builds, the
+others wait for its lock. Standard library only, so that it runs before anything is installed.
 
 The interpreter's path goes to stdout, everything else to stderr.
 """

@@ -1,9 +1,9 @@
 """Trains the tokenizer that lab/assets/tiny ships, from texts that are not shipped.
 
-    python tests/vllm_env/train_tokenizer.py OUT.json FILE...
+    python -m tests.vllm_env.train_tokenizer OUT.json FILE...
 
-It ran once; this file says how, and what to run to make another. HTML files are read as their text,
-everything else as UTF-8. The result is byte-level, so any text round-trips whatever it was trained on.
+It ran once; this file says how, and what to run to make another. HTML files are read as their
+text, everything else as UTF-8. The result is byte-level, so any text round-trips, seen or unseen.
 """
 
 import sys
