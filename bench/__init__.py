@@ -1,1 +1,1 @@
-"""Benchmarks: ratios against peers in the same run, JSON out, non-zero exit when a bar is missed."""
+"""Benchmarks: ratios against peers in the same run; JSON out; a missed bar exits non-zero."""

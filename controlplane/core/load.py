@@ -1,0 +1,335 @@
+"""The load ledger: batch size and queued prefill tokens of every instance, as one router sees them.
+
+Theory of operation. `batch_size` (requests assigned and unfinished) and `queued_prefill_tokens`
+(prompt tokens not yet computed) of an instance are sums over four sources:
+
+1. own bookings: made at the decision, released exactly once by `finish`;
+2. peers' bookings: the other routers' `Routed`, `Prefilled` and `Finished` events add and subtract;
+   each router's `RouterTotals`, a few times a second, replace what was summed, so that a lost event
+   heals; a router that is silent for `lease_s` loses its contribution;
+3. prefill progress: releases part of a booking's queued tokens before its end;
+4. foreign load: what the engine itself counts beyond all routers' bookings. Engine counts lag, so
+   they are compared with the largest known total of the last `foreign_window_s`, twice over.
+
+Sums are written into two arrays by row, so that a decision reads them without a loop. Rows belong
+to the fleet; load of an instance without a row is kept and written once it gets one.
+
+Invariants (`check`): the arrays equal the recomputed sums; nothing is negative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.bus import Finished, Prefilled, RouteBatch, Routed, RouterTotals
+
+
+class LoadConfig(msgspec.Struct, frozen=True):
+    """Limits of the ledger.
+
+    Attributes:
+        lease_s: silence after which a peer's bookings no longer count.
+        foreign_window_s: half of the time over which known load may explain an engine's count.
+        peers_max: routers whose bookings are kept; further ones are counted and ignored.
+    """
+
+    lease_s: float = 3.0
+    foreign_window_s: float = 1.0
+    peers_max: int = 256
+
+
+class Booking(msgspec.Struct):
+    """One request's place on one instance; ended exactly once.
+
+    Attributes:
+        queued: prompt tokens still to be computed.
+    """
+
+    request_id: str
+    instance_id: str
+    queued: int
+    booked_s: float
+    ended: bool = False
+
+
+class _Load:
+    """The sums of one instance."""
+
+    __slots__ = (
+        "foreign",
+        "known_max",
+        "known_max_before",
+        "own_batch",
+        "own_queued",
+        "peer_batch",
+        "peer_queued",
+        "row",
+        "window_s",
+    )
+
+    def __init__(self) -> None:
+        self.row = -1
+        self.own_batch = self.own_queued = 0
+        self.peer_batch = self.peer_queued = 0
+        self.foreign = 0
+        self.known_max = self.known_max_before = 0
+        self.window_s = float("-inf")
+
+    @property
+    def known(self) -> int:
+        return self.own_batch + self.peer_batch
+
+    @property
+    def idle(self) -> bool:
+        return not (self.known or self.own_queued or self.peer_queued or self.foreign)
+
+
+class _Peer:
+    """What one other router has booked."""
+
+    __slots__ = ("bookings", "epoch", "heard_s", "seq")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.seq = -1
+        self.heard_s = 0.0
+        self.bookings: dict[str, list[int]] = {}
+
+
+class Ledger:
+    """Batch sizes and queued prefill tokens, by row.
+
+    Attributes:
+        batch: (rows,) int64, requests assigned and unfinished.
+        queued: (rows,) int64, prompt tokens booked and not yet computed.
+        peer_gaps: messages of peers that were lost.
+        peers_refused: messages of routers beyond `peers_max`.
+    """
+
+    def __init__(self, router_id: str, config: LoadConfig = LoadConfig()) -> None:  # noqa: B008
+        self.router_id = router_id
+        self.config = config
+        self.batch: NDArray[np.int64] = np.zeros(16, np.int64)
+        self.queued: NDArray[np.int64] = np.zeros(16, np.int64)
+        self.peer_gaps = 0
+        self.peers_refused = 0
+        self._loads: dict[str, _Load] = {}
+        self._peers: dict[str, _Peer] = {}
+
+    # --- rows
+
+    def assign_row(self, instance_id: str, row: int) -> None:
+        """Let `row` show the load of an instance from now on."""
+        if row >= len(self.batch):
+            grow = max(row + 1, 2 * len(self.batch)) - len(self.batch)
+            self.batch = np.pad(self.batch, (0, grow))
+            self.queued = np.pad(self.queued, (0, grow))
+        load = self._load(instance_id)
+        load.row = row
+        self._write(load)
+
+    def drop_row(self, instance_id: str) -> None:
+        """Forget which row an instance had; bookings on it stay until they end."""
+        load = self._loads.get(instance_id)
+        if load is None or load.row < 0:
+            return
+        self.batch[load.row] = self.queued[load.row] = 0
+        load.row = -1
+        load.foreign = 0
+        if load.idle:
+            del self._loads[instance_id]
+
+    # --- own bookings
+
+    def book(self, request_id: str, instance_id: str, new_tokens: int, now_s: float) -> Booking:
+        """Count a request on an instance. O(1)."""
+        load = self._load(instance_id)
+        load.own_batch += 1
+        load.own_queued += new_tokens
+        self._write(load)
+        return Booking(request_id, instance_id, new_tokens, now_s)
+
+    def prefilled(self, booking: Booking, left: int = 0) -> int:
+        """Lower a booking's queued tokens to `left`; returns how many were released.
+
+        Neither an ended booking nor one that has fewer left changes anything.
+        """
+        released = booking.queued - left
+        if booking.ended or released <= 0:
+            return 0
+        booking.queued = left
+        load = self._load(booking.instance_id)
+        load.own_queued -= released
+        self._write(load)
+        return released
+
+    def finish(self, booking: Booking) -> bool:
+        """End a booking; False if it had ended already, so that every path may call this."""
+        if booking.ended:
+            return False
+        booking.ended = True
+        load = self._load(booking.instance_id)
+        load.own_batch -= 1
+        load.own_queued -= booking.queued
+        self._write(load)
+        self._forget_if_idle(booking.instance_id, load)
+        return True
+
+    def own_totals(self) -> dict[str, tuple[int, int]]:
+        """Return this router's bookings for `RouterTotals`."""
+        return {
+            instance_id: (load.own_batch, load.own_queued)
+            for instance_id, load in self._loads.items()
+            if load.own_batch or load.own_queued
+        }
+
+    # --- peers
+
+    def peer_message(self, message: RouteBatch, now_s: float) -> None:
+        """Take in what another router did; this router's own messages are ignored."""
+        if message.router_id == self.router_id:
+            return
+        peer = self._peers.get(message.router_id)
+        if peer is None or message.epoch > peer.epoch:
+            if peer is None and len(self._peers) >= self.config.peers_max:
+                self.peers_refused += 1
+                return
+            self.drop_peer(message.router_id)
+            peer = self._peers[message.router_id] = _Peer(message.epoch)
+            peer.seq = message.seq - 1
+        if message.epoch < peer.epoch or message.seq <= peer.seq:
+            return
+        self.peer_gaps += message.seq - peer.seq - 1
+        peer.seq = message.seq
+        peer.heard_s = now_s
+        for event in message.events:
+            if isinstance(event, Routed):
+                self._peer_add(peer, event.instance_id, 1, event.new_tokens)
+            elif isinstance(event, Prefilled):
+                self._peer_add(peer, event.instance_id, 0, -event.new_tokens)
+            elif isinstance(event, Finished):
+                self._peer_add(peer, event.instance_id, -1, -event.released_tokens)
+            else:
+                self._peer_replace(peer, event)
+
+    def expire_peers(self, now_s: float) -> list[str]:
+        """Drop the bookings of routers that are silent for `lease_s`; returns their ids."""
+        silent = [
+            router_id
+            for router_id, peer in self._peers.items()
+            if now_s - peer.heard_s > self.config.lease_s
+        ]
+        for router_id in silent:
+            self.drop_peer(router_id)
+        return silent
+
+    def drop_peer(self, router_id: str) -> None:
+        """Drop the bookings of one router."""
+        peer = self._peers.pop(router_id, None)
+        if peer is not None:
+            self._peer_replace(peer, RouterTotals())
+
+    @property
+    def peers(self) -> int:
+        """Routers whose bookings count."""
+        return len(self._peers)
+
+    def _peer_add(self, peer: _Peer, instance_id: str, batch: int, queued: int) -> None:
+        booking = peer.bookings.setdefault(instance_id, [0, 0])
+        self._peer_set(
+            instance_id, booking, max(booking[0] + batch, 0), max(booking[1] + queued, 0)
+        )
+        if booking == [0, 0]:
+            del peer.bookings[instance_id]
+
+    def _peer_replace(self, peer: _Peer, totals: RouterTotals) -> None:
+        for instance_id in [*peer.bookings, *totals.bookings]:
+            booking = peer.bookings.setdefault(instance_id, [0, 0])
+            self._peer_set(instance_id, booking, *totals.bookings.get(instance_id, (0, 0)))
+        peer.bookings = {key: value for key, value in peer.bookings.items() if value != [0, 0]}
+
+    def _peer_set(self, instance_id: str, booking: list[int], batch: int, queued: int) -> None:
+        load = self._load(instance_id)
+        load.peer_batch += batch - booking[0]
+        load.peer_queued += queued - booking[1]
+        booking[:] = batch, queued
+        self._write(load)
+        self._forget_if_idle(instance_id, load)
+
+    # --- the engine's own counts
+
+    def engine_count(self, instance_id: str, requests: int, now_s: float) -> int:
+        """Take the engine's running + waiting; returns the foreign load that follows from it."""
+        load = self._load(instance_id)
+        if now_s - load.window_s >= self.config.foreign_window_s:
+            load.known_max_before = max(load.known_max, load.known)
+            load.known_max = load.known
+            load.window_s = now_s
+        load.foreign = max(0, requests - max(load.known_max, load.known_max_before))
+        self._write(load)
+        return load.foreign
+
+    def forget_engine(self, instance_id: str) -> None:
+        """Drop foreign load that nobody vouches for any more (the reports went silent)."""
+        load = self._loads.get(instance_id)
+        if load is not None and load.foreign:
+            load.foreign = 0
+            self._write(load)
+
+    # --- inside
+
+    def of(self, instance_id: str) -> dict[str, int]:
+        """Return the sums of one instance by source, for `explain` and metrics."""
+        load = self._loads.get(instance_id) or _Load()
+        return {
+            "own_batch": load.own_batch,
+            "own_queued": load.own_queued,
+            "peer_batch": load.peer_batch,
+            "peer_queued": load.peer_queued,
+            "foreign": load.foreign,
+        }
+
+    def _load(self, instance_id: str) -> _Load:
+        load = self._loads.get(instance_id)
+        if load is None:
+            load = self._loads[instance_id] = _Load()
+        return load
+
+    def _forget_if_idle(self, instance_id: str, load: _Load) -> None:
+        if load.row < 0 and load.idle:
+            self._loads.pop(instance_id, None)
+
+    def _write(self, load: _Load) -> None:
+        known = load.own_batch + load.peer_batch
+        if known > load.known_max:
+            load.known_max = known
+        if load.row >= 0:
+            self.batch[load.row] = known + load.foreign
+            self.queued[load.row] = load.own_queued + load.peer_queued
+
+    def check(self, bookings: list[Booking]) -> None:
+        """Assert that the sums equal their recomputation from the live bookings and peers."""
+        own: dict[str, list[int]] = {}
+        for booking in bookings:
+            sums = own.setdefault(booking.instance_id, [0, 0])
+            sums[0] += 1
+            sums[1] += booking.queued
+        peers: dict[str, list[int]] = {}
+        for peer in self._peers.values():
+            for instance_id, (batch, queued) in peer.bookings.items():
+                sums = peers.setdefault(instance_id, [0, 0])
+                sums[0] += batch
+                sums[1] += queued
+        for instance_id in {*own, *peers, *self._loads}:
+            load: Any = self._loads.get(instance_id) or _Load()
+            assert [load.own_batch, load.own_queued] == own.get(instance_id, [0, 0]), instance_id
+            assert [load.peer_batch, load.peer_queued] == peers.get(instance_id, [0, 0]), (
+                instance_id
+            )
+            if load.row >= 0:
+                assert self.batch[load.row] == load.known + load.foreign
+                assert self.queued[load.row] == load.own_queued + load.peer_queued

@@ -1,0 +1,164 @@
+"""Following one instance's block stream: what to apply, what to wait for, when to ask again.
+
+Theory of operation. A sidecar publishes changes of its block set as `KvBatch(epoch, seq, …)`,
+`seq` without gaps from 0, where the set is empty before seq 0. The bus may lose, repeat or delay
+batches. A follower applies a batch only if it is the next one; anything else means that the view
+may differ from the truth, and only a snapshot makes it equal again.
+
+    state        input                         → state      what to do
+    ---------    --------------------------    ---------    ----------------------------------------
+    any          batch of an older epoch       same         ignore
+    any          newer epoch, seq = 0          EXACT        start from empty, apply
+    any          newer epoch, seq > 0          RESYNCING    keep it, ask for a snapshot
+    EXACT        seq = next                    EXACT        apply
+    EXACT        seq < next                    EXACT        ignore (repeated)
+    EXACT        seq > next                    RESYNCING    keep it, ask for a snapshot
+    RESYNCING    any seq                       RESYNCING    keep it (bounded)
+    RESYNCING    snapshot as of (epoch, seq)   EXACT        apply the kept batches after seq
+                   … with a gap after it       RESYNCING    keep the rest, ask again
+
+A follower that has heard nothing yet is RESYNCING. Kept batches are bounded by their blocks; over
+the bound the oldest go, which the snapshot that is awaited either covers or shows as a gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from schemas.bus import KvBatch, KvCleared
+
+
+class Trust(StrEnum):
+    """How far an instance's block set can be relied on."""
+
+    EXACT = "exact"
+    RESYNCING = "resyncing"
+    STALE = "stale"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What one input to a follower means.
+
+    Attributes:
+        restart: empty the block set before applying.
+        apply: batches to apply, in order.
+        lost: why a snapshot is needed now; empty if none newly is.
+    """
+
+    restart: bool = False
+    apply: Sequence[KvBatch] = ()
+    lost: str = ""
+
+
+NOTHING = Step()
+
+
+def blocks_in(batch: KvBatch) -> int:
+    """Return how many block hashes a batch carries."""
+    return sum(len(op.hashes) // 8 for op in batch.ops if not isinstance(op, KvCleared))
+
+
+class StreamFollower:
+    """The state of following one instance.
+
+    Attributes:
+        epoch: the followed epoch; -1 before the first batch.
+        seq: the last applied sequence number of that epoch; -1 if none is.
+        exact: whether everything up to `seq` is applied and nothing is known to be missing.
+        kept_dropped: batches that fell out of the bounded buffer.
+    """
+
+    def __init__(self, kept_blocks_max: int = 1_000_000, kept_batches_max: int = 10_000) -> None:
+        self.epoch = -1
+        self.seq = -1
+        self.exact = False
+        self.kept_dropped = 0
+        self._kept: deque[KvBatch] = deque()
+        self._kept_blocks = 0
+        self._kept_blocks_max = kept_blocks_max
+        self._kept_batches_max = kept_batches_max
+
+    @property
+    def kept(self) -> int:
+        """Batches waiting for a snapshot."""
+        return len(self._kept)
+
+    def receive(self, batch: KvBatch) -> Step:
+        """Take a batch as it came from the bus."""
+        if batch.epoch < self.epoch:
+            return NOTHING
+        if batch.epoch > self.epoch:
+            return self._enter(batch)
+        if not self.exact:
+            self._keep(batch)
+            return NOTHING
+        if batch.seq == self.seq + 1:
+            self.seq = batch.seq
+            return Step(apply=(batch,))
+        if batch.seq <= self.seq:
+            return NOTHING
+        lost = f"gap: {batch.seq - self.seq - 1} batches before {batch.seq}"
+        self.distrust()
+        self._keep(batch)
+        return Step(lost=lost)
+
+    def _enter(self, batch: KvBatch) -> Step:
+        """Begin to follow a newer epoch."""
+        self._forget_kept()
+        self.epoch = batch.epoch
+        if batch.seq == 0:
+            self.seq = 0
+            self.exact = True
+            return Step(restart=True, apply=(batch,))
+        self.seq = -1
+        self.exact = False
+        self._keep(batch)
+        return Step(restart=True, lost=f"joined epoch {batch.epoch} at {batch.seq}")
+
+    def distrust(self) -> None:
+        """Require a snapshot: the applied set is known to differ from the published one."""
+        self.exact = False
+
+    def outdated(self, epoch: int, seq: int) -> bool:
+        """Whether a snapshot as of `(epoch, seq)` would take the applied set back in time."""
+        return (epoch, seq) < (self.epoch, self.seq)
+
+    def snapshot(self, epoch: int, seq: int) -> Step:
+        """Take note that the whole set as of `(epoch, seq)` has replaced the applied one.
+
+        The caller has emptied the set and filled it from the snapshot; the returned batches follow.
+        The caller must not apply a snapshot that `outdated` names.
+        """
+        assert not self.outdated(epoch, seq)
+        if epoch > self.epoch:
+            self._forget_kept()
+        self.epoch, self.seq, self.exact = epoch, seq, True
+        kept = sorted(self._kept, key=lambda batch: batch.seq)
+        self._forget_kept()
+        apply: list[KvBatch] = []
+        for position, batch in enumerate(kept):
+            if batch.seq <= self.seq:
+                continue
+            if batch.seq != self.seq + 1:
+                self.exact = False
+                for later in kept[position:]:
+                    self._keep(later)
+                return Step(apply=apply, lost=f"gap after snapshot: {self.seq + 1} is missing")
+            self.seq = batch.seq
+            apply.append(batch)
+        return Step(apply=apply)
+
+    def _keep(self, batch: KvBatch) -> None:
+        self._kept.append(batch)
+        self._kept_blocks += blocks_in(batch)
+        while self._kept_blocks > self._kept_blocks_max or len(self._kept) > self._kept_batches_max:
+            self._kept_blocks -= blocks_in(self._kept.popleft())
+            self.kept_dropped += 1
+
+    def _forget_kept(self) -> None:
+        self._kept.clear()
+        self._kept_blocks = 0
