@@ -46,9 +46,14 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """`POST /v1/completions` (vLLM: entrypoints/openai/completion/protocol.py)."""
+    """`POST /v1/completions` (vLLM: entrypoints/openai/completion/protocol.py).
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    Attributes:
+        prompt: a text, the token ids of a prompt, or a list of either. A list that mixes them is
+            decoded too: the engine refuses it, in its own words.
+    """
+
+    prompt: str | list[str | int | list[int]] | None = None
     model: str = ""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
