@@ -6,20 +6,37 @@ appended, with defaults: bytes of an earlier version stay decodable (`tests/sche
 Times that end in `_wall_s` are the sender's wall clock in Unix seconds: for people and audits,
 never for decisions. Every stream carries `(epoch, seq)`: `epoch` names one incarnation of the
 sender's state, `seq` counts its messages from 0 without gaps.
+
+Decoding checks what nobody could use: negative counts, hashes cut in the middle, durations that are
+negative or no number. Such bytes are a RemoteError; a reader need not look again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from schemas.codec import decoder
 
+U64 = Annotated[int, msgspec.Meta(ge=0)]
+"""A block hash, an epoch or a revision: msgpack carries no larger integers."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""How many there are of something; bounded so that sums of counts fit in 64 bits."""
+
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""Seconds, a rate or a share: finite and not negative."""
+
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type"):
     """Base of all messages."""
+
+
+def _check_packed(hashes: bytes) -> None:
+    if len(hashes) % 8:
+        raise ValueError(f"`hashes` holds {len(hashes)} bytes, which is no multiple of 8")
 
 
 # --- kv: who caches what ------------------------------------------------------------------------
@@ -36,15 +53,21 @@ class KvStored(Message, frozen=True, tag="stored"):
     """
 
     hashes: bytes
-    parent: int | None = None
-    tier: int = 0
+    parent: U64 | None = None
+    tier: Count = 0
+
+    def __post_init__(self) -> None:
+        _check_packed(self.hashes)
 
 
 class KvRemoved(Message, frozen=True, tag="removed"):
     """Blocks left the published set; every child left with or before its parent."""
 
     hashes: bytes
-    tier: int = 0
+    tier: Count = 0
+
+    def __post_init__(self) -> None:
+        _check_packed(self.hashes)
 
 
 class KvCleared(Message, frozen=True, tag="cleared"):
@@ -63,12 +86,12 @@ class KvBatch(Message, frozen=True, tag="kv_batch"):
     """
 
     instance_id: str
-    epoch: int
-    seq: int
+    epoch: U64
+    seq: Count
     sent_wall_s: float
     ops: list[KvOp] = []
-    count: int = 0
-    digest: int = 0
+    count: Count = 0
+    digest: U64 = 0
 
 
 class SnapshotRequest(Message, frozen=True, tag="snapshot_request"):
@@ -87,14 +110,17 @@ class SnapshotChunk(Message, frozen=True, tag="snapshot_chunk"):
     """
 
     instance_id: str
-    epoch: int
-    seq: int
-    index: int
-    chunks: int
+    epoch: U64
+    seq: Count
+    index: Count
+    chunks: Count
     hashes: bytes
-    tier: int = 0
-    count: int = 0
-    digest: int = 0
+    tier: Count = 0
+    count: Count = 0
+    digest: U64 = 0
+
+    def __post_init__(self) -> None:
+        _check_packed(self.hashes)
 
 
 # --- load ---------------------------------------------------------------------------------------
@@ -114,15 +140,15 @@ class LoadReport(Message, frozen=True, tag="load"):
     """
 
     instance_id: str
-    epoch: int
-    seq: int
+    epoch: U64
+    seq: Count
     sent_wall_s: float
-    running: int
-    waiting: int
-    server_load: int | None = None
-    kv_usage: float = 0.0
-    prefill_tokens_per_s: float | None = None
-    decode_tokens_per_s: float | None = None
+    running: Count
+    waiting: Count
+    server_load: Count | None = None
+    kv_usage: Amount = 0.0
+    prefill_tokens_per_s: Amount | None = None
+    decode_tokens_per_s: Amount | None = None
 
 
 # --- route: what routers decided ----------------------------------------------------------------
@@ -132,9 +158,9 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
     """One instance as the decision saw it: P = queued + max(prompt − hit, 1), B before the +1."""
 
     instance_id: str
-    hit_tokens: int
-    queued_tokens: int
-    batch_size: int
+    hit_tokens: Count
+    queued_tokens: Count
+    batch_size: Count
     score: float
     eligible: bool = True
 
@@ -149,9 +175,9 @@ class ClassCoverage(msgspec.Struct, frozen=True, array_like=True):
         best_outside: smallest score outside M, likewise.
     """
 
-    key: int
-    depth_blocks: int
-    holders: int
+    key: U64
+    depth_blocks: Count
+    holders: Count
     best_inside: float | None = None
     best_outside: float | None = None
 
@@ -160,7 +186,7 @@ class Routed(Message, frozen=True, tag="routed"):
     """A request was sent to an instance.
 
     Attributes:
-        attempt: 0, or the how manieth retry this is.
+        attempt: 0, or which retry this is, from 1.
         prompt_tokens: None where the request could not be tokenized exactly.
         hit_tokens: what the index promised on the chosen instance.
         new_tokens: what the ledger booked as queued prefill on it.
@@ -175,24 +201,24 @@ class Routed(Message, frozen=True, tag="routed"):
     request_id: str
     instance_id: str
     at_wall_s: float
-    attempt: int = 0
-    prompt_tokens: int | None = None
-    hit_tokens: int = 0
-    new_tokens: int = 0
-    batch_size: int = 0
-    queued_tokens: int = 0
+    attempt: Count = 0
+    prompt_tokens: Count | None = None
+    hit_tokens: Count = 0
+    new_tokens: Count = 0
+    batch_size: Count = 0
+    queued_tokens: Count = 0
     score: float = 0.0
     policy: str = "multiplicative"
     reason: str = ""
     trust: str = "exact"
     kv_seq: tuple[int, int] | None = None
     tenant: str = ""
-    fleet: int = 0
+    fleet: Count = 0
     classes: list[ClassCoverage] = []
     candidates: list[Candidate] = []
-    decide_s: float = 0.0
-    tokenize_s: float = 0.0
-    queue_s: float = 0.0
+    decide_s: Amount = 0.0
+    tokenize_s: Amount = 0.0
+    queue_s: Amount = 0.0
 
 
 class Prefilled(Message, frozen=True, tag="prefilled"):
@@ -200,8 +226,8 @@ class Prefilled(Message, frozen=True, tag="prefilled"):
 
     request_id: str
     instance_id: str
-    new_tokens: int
-    ttft_s: float | None = None
+    new_tokens: Count
+    ttft_s: Amount | None = None
 
 
 class Finished(Message, frozen=True, tag="finished"):
@@ -216,25 +242,27 @@ class Finished(Message, frozen=True, tag="finished"):
     request_id: str
     instance_id: str
     outcome: str
-    status: int
+    status: Count
     at_wall_s: float
-    released_tokens: int = 0
-    prompt_tokens: int | None = None
-    hit_tokens: int = 0
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    ttft_s: float | None = None
-    duration_s: float = 0.0
+    released_tokens: Count = 0
+    prompt_tokens: Count | None = None
+    hit_tokens: Count = 0
+    cached_tokens: Count | None = None
+    output_tokens: Count | None = None
+    ttft_s: Amount | None = None
+    duration_s: Amount = 0.0
     tenant: str = ""
 
 
 class RouterTotals(Message, frozen=True, tag="totals"):
-    """A router's own bookings: instance id → (batch size, queued prefill tokens). It heals losses.
+    """A router's own bookings, as of this message's place in the stream. It heals losses.
 
-    The totals are as of this message's place in the stream; an instance that is absent has none.
+    Attributes:
+        bookings: instance id → (batch size, queued prefill tokens, prompt tokens of unfinished
+            requests); an instance that is absent has none.
     """
 
-    bookings: dict[str, tuple[int, int]] = {}
+    bookings: dict[str, tuple[Count, Count, Count]] = {}
 
 
 RouteEvent = Routed | Prefilled | Finished | RouterTotals
@@ -244,8 +272,8 @@ class RouteBatch(Message, frozen=True, tag="route_batch"):
     """What one router did for one model, in order."""
 
     router_id: str
-    epoch: int
-    seq: int
+    epoch: U64
+    seq: Count
     sent_wall_s: float
     events: list[RouteEvent] = []
 
@@ -261,16 +289,16 @@ class HotspotRaised(Message, frozen=True, tag="hotspot_raised"):
         streak: consecutive class requests that still preferred M.
     """
 
-    key: int
-    depth_blocks: int
+    key: U64
+    depth_blocks: Count
     instances: list[str]
-    revision: int
+    revision: U64
     raised_wall_s: float
-    ttl_s: float
-    share: tuple[int, int] = (0, 0)
-    holders: int = 0
-    fleet: int = 0
-    streak: int = 0
+    ttl_s: Amount
+    share: tuple[Count, Count] = (0, 0)
+    holders: Count = 0
+    fleet: Count = 0
+    streak: Count = 0
     best_inside: float | None = None
     best_outside: float | None = None
     reason: str = ""
@@ -279,9 +307,9 @@ class HotspotRaised(Message, frozen=True, tag="hotspot_raised"):
 class HotspotCleared(Message, frozen=True, tag="hotspot_cleared"):
     """The verdict on class `key` is lifted."""
 
-    key: int
-    depth_blocks: int
-    revision: int
+    key: U64
+    depth_blocks: Count
+    revision: U64
     cleared_wall_s: float
     reason: str = ""
 
@@ -290,9 +318,9 @@ class PolicyOverride(Message, frozen=True, tag="policy_override"):
     """Use `policy` instead of the configured one; an empty `policy` ends the override."""
 
     policy: str
-    revision: int
+    revision: U64
     set_wall_s: float
-    ttl_s: float | None = None
+    ttl_s: Amount | None = None
     by: str = ""
     reason: str = ""
 
@@ -302,7 +330,7 @@ class Drain(Message, frozen=True, tag="drain"):
 
     instance_id: str
     on: bool
-    revision: int
+    revision: U64
     set_wall_s: float
     by: str = ""
     reason: str = ""
@@ -313,9 +341,9 @@ class Blacklist(Message, frozen=True, tag="blacklist"):
 
     instance_id: str
     on: bool
-    revision: int
+    revision: U64
     set_wall_s: float
-    ttl_s: float | None = None
+    ttl_s: Amount | None = None
     by: str = ""
     reason: str = ""
 
@@ -341,20 +369,20 @@ class InstanceRecord(Message, frozen=True, tag="instance"):
     instance_id: str
     model: str
     url: str
-    epoch: int
+    epoch: U64
     state: Literal["starting", "ready", "draining", "stopped"] = "ready"
     aliases: list[str] = []
     loras: list[str] = []
-    dp_rank: int | None = None
-    block_size: int = 0
-    num_blocks: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
+    dp_rank: Count | None = None
+    block_size: Count = 0
+    num_blocks: Count | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count | None = None
     engine_version: str = ""
     card: str = ""
     kv_events: bool = True
-    heartbeat_s: float = 2.0
-    seq: int = 0
+    heartbeat_s: Amount = 2.0
+    seq: Count = 0
     sent_wall_s: float = 0.0
 
 
@@ -362,10 +390,10 @@ class RouterLease(Message, frozen=True, tag="router"):
     """A router is alive; its bookings count only while it renews this."""
 
     router_id: str
-    epoch: int
-    seq: int
+    epoch: U64
+    seq: Count
     sent_wall_s: float
-    heartbeat_s: float = 1.0
+    heartbeat_s: Amount = 1.0
 
 
 class LeaderLease(Message, frozen=True, tag="leader"):
@@ -373,7 +401,7 @@ class LeaderLease(Message, frozen=True, tag="leader"):
 
     holder: str
     sent_wall_s: float
-    ttl_s: float
+    ttl_s: Amount
 
 
 class ModelCard(Message, frozen=True, tag="model_card"):
@@ -391,8 +419,8 @@ class ModelCard(Message, frozen=True, tag="model_card"):
     chat_template: str | None = None
     special_tokens: dict[str, str] = {}
     adds_special_tokens: bool = True
-    block_size: int = 0
-    max_model_len: int | None = None
+    block_size: Count = 0
+    max_model_len: Count | None = None
     tokenizer_config: dict[str, Any] = {}
 
 

@@ -7,7 +7,8 @@ import re
 from schemas.codec import RemoteError
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
-_ESCAPE = re.compile(r"=([0-9A-F]{2})")
+_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+_ESCAPE = re.compile(rb"=([0-9A-F]{2})")
 
 
 def encode_token(text: str) -> str:
@@ -18,7 +19,7 @@ def encode_token(text: str) -> str:
     is also a valid key of a NATS key-value bucket.
 
     Raises:
-        ValueError: `text` is empty; an empty token is not a subject.
+        ValueError: `text` is empty (an empty token is not a subject) or has no UTF-8 form.
     """
     if not text:
         raise ValueError("an id must not be empty")
@@ -35,22 +36,13 @@ def decode_token(token: str) -> str:
     Raises:
         RemoteError: `token` is not of that form.
     """
-    raw = bytearray()
-    end = 0
-    while end < len(token):
-        if token[end] != "=":
-            raw += token[end].encode()
-            end += 1
-            continue
-        escape = _ESCAPE.match(token, end)
-        if escape is None:
-            raise RemoteError(f"not an encoded id: {token!r}")
-        raw.append(int(escape[1], 16))
-        end = escape.end()
+    if not _TOKEN.fullmatch(token):
+        raise RemoteError(f"not an encoded id: {token!r}")
+    raw = _ESCAPE.sub(lambda escape: bytes.fromhex(escape[1].decode()), token.encode())
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise RemoteError(f"not an encoded id: {token!r}") from error
-    if not text or encode_token(text) != token:
-        raise RemoteError(f"not an encoded id: {token!r}")
+    if encode_token(text) != token:
+        raise RemoteError(f"not the usual form of an encoded id: {token!r}")
     return text

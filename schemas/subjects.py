@@ -11,6 +11,15 @@ from schemas.ids import decode_token, encode_token
 
 VERSION = "v1"
 PREFIX = f"mp.{VERSION}"
+KINDS: dict[str, bool] = {
+    "kv": True,
+    "load": True,
+    "route": True,
+    "hotspot": False,
+    "policy": False,
+    "snapshot": True,
+}
+"""Every kind of subject, and whether a last token (an instance or a router) follows the model."""
 
 # Key-value buckets.
 INSTANCES = "mp_instances"  # key <m>.<i>: InstanceRecord
@@ -51,7 +60,7 @@ def hotspot(model: str) -> str:
 
 
 def policy(model: str) -> str:
-    """PolicyOverride and Drain, from the detector or an operator."""
+    """PolicyOverride, Drain and Blacklist, from the detector or an operator."""
     return f"{PREFIX}.policy.{encode_token(model)}"
 
 
@@ -61,8 +70,15 @@ def snapshot(model: str, instance_id: str) -> str:
 
 
 def all_of(kind: str, model: str | None = None) -> str:
-    """Wildcard for every subject of a kind (`kv`, `load`, `route` …), of one model or of all."""
-    return f"{PREFIX}.{kind}.>" if model is None else f"{PREFIX}.{kind}.{encode_token(model)}.>"
+    """Return what to subscribe to for every subject of a kind, of one model or of all.
+
+    Args:
+        kind: a key of `KINDS`.
+    """
+    last = KINDS[kind]
+    if model is None:
+        return f"{PREFIX}.{kind}.>"
+    return f"{PREFIX}.{kind}.{encode_token(model)}{'.>' if last else ''}"
 
 
 def key(model: str, part: str) -> str:
@@ -84,7 +100,9 @@ def parse(subject: str) -> tuple[str, str, str]:
     Raises:
         RemoteError: the subject is not one of ours.
     """
-    parts = subject.split(".")
-    if parts[:2] != PREFIX.split(".") or not 4 <= len(parts) <= 5:
+    prefix, _, rest = subject.partition(f"{PREFIX}.")
+    kind, *tokens = rest.split(".")
+    if prefix or kind not in KINDS or len(tokens) != 1 + KINDS[kind]:
         raise RemoteError(f"not one of our subjects: {subject!r}")
-    return parts[2], decode_token(parts[3]), decode_token(parts[4]) if len(parts) == 5 else ""
+    ids = [decode_token(token) for token in tokens]
+    return kind, ids[0], ids[1] if KINDS[kind] else ""

@@ -2,9 +2,9 @@
 
 A ZMQ message has three frames: topic, sequence number (u64, big endian), payload. The payload is
 an array `[ts, events, data_parallel_rank]`. Up to vLLM 0.23 each event is a positional array
-`["BlockStored", …]` with trailing defaults left out; since then it is a map whose key `type` holds
-the tag. Both are decoded here into the same classes; fields and tags that a newer vLLM adds are
-ignored, and an event that cannot be understood costs only itself, never its batch.
+`["BlockStored", …]`, as long as that version knew fields; since then it is a map whose key `type`
+holds the tag. Both are decoded here into the same classes; fields and tags that a newer vLLM adds
+are ignored, and an event that cannot be understood costs only itself, never its batch.
 """
 
 from __future__ import annotations
@@ -64,12 +64,18 @@ class AllBlocksCleared(msgspec.Struct, frozen=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+def _always() -> None:
+    """Return the default of a field that vLLM never leaves out of its maps, None or not."""
+
+
 class _MapStored(BlockStored, frozen=True, tag="BlockStored", tag_field="type"):
-    pass
+    lora_id: int | None = msgspec.field(default_factory=_always)
+    medium: str | None = msgspec.field(default_factory=_always)
+    lora_name: str | None = msgspec.field(default_factory=_always)
 
 
 class _MapRemoved(BlockRemoved, frozen=True, tag="BlockRemoved", tag_field="type"):
-    pass
+    medium: str | None = msgspec.field(default_factory=_always)
 
 
 class _MapCleared(AllBlocksCleared, frozen=True, tag="AllBlocksCleared", tag_field="type"):

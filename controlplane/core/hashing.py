@@ -9,6 +9,7 @@ for their own request, never somebody's cache, which stays guarded by the engine
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,9 @@ BlockHash = int
 
 ROOT: BlockHash = 0
 """The seed of a first block: no block before it."""
+
+# Arrays are packed in the machine's byte order, and what they become is on the wire.
+assert sys.byteorder == "little", "block hashes are defined over little-endian bytes"
 
 _digest = xxhash.xxh3_64_intdigest
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -54,7 +58,7 @@ def extras_bytes(lora: str | None, rest: Sequence[Any]) -> bytes:
         rest: the other keys in the engine's order: (multimodal id, offset) pairs, salt.
 
     Raises:
-        TypeError: a key is of a type that msgpack cannot carry.
+        TypeError: a key is of a type that has no canonical msgpack form.
     """
     return _encode([lora, rest]) if lora is not None or rest else b""
 
@@ -63,6 +67,9 @@ def event_extras(lora_name: str | None, keys: Sequence[Any] | None) -> bytes:
     """Return canonical bytes of one block's `extra_keys` in a vLLM event.
 
     vLLM puts the adapter's name among the untagged keys; it is taken out by its name, once.
+
+    Raises:
+        TypeError: a key is of a type that has no canonical msgpack form.
     """
     rest = list(keys or ())
     if lora_name is not None and lora_name in rest:
@@ -96,6 +103,9 @@ def chain(
         first_block: position in the prompt of the first block here: 0 carries the cache salt.
 
     Complexity: one pass, about 0.2 µs a block of 16 tokens.
+
+    Raises:
+        ValueError: `block_size` is 0: this engine's blocks are not known.
     """
     step = 4 * block_size
     view = memoryview(token_bytes)
@@ -109,9 +119,11 @@ def chain(
             seed = digest(view[end - step : end], seed)
             append(seed)
         return hashes
-    for position, end in enumerate(ends, first_block):
-        seed = digest(bytes(view[end - step : end]) + extras.of_block(position), seed)
+    tail, tail_of_rest = extras.of_block(first_block), extras.of_block(first_block + 1)
+    for end in ends:
+        seed = digest(bytes(view[end - step : end]) + tail, seed)
         append(seed)
+        tail = tail_of_rest
     return hashes
 
 

@@ -9,13 +9,14 @@ may differ from the truth, and only a snapshot makes it equal again.
     ---------    --------------------------    ---------    ----------------------------------------
     any          batch of an older epoch       same         ignore
     any          newer epoch, seq = 0          EXACT        start from empty, apply
-    any          newer epoch, seq > 0          RESYNCING    keep it, ask for a snapshot
+    any          newer epoch, seq > 0          RESYNCING    empty the set, keep it, ask
+    any          seq < next                    same         ignore (repeated)
     EXACT        seq = next                    EXACT        apply
-    EXACT        seq < next                    EXACT        ignore (repeated)
     EXACT        seq > next                    RESYNCING    keep it, ask for a snapshot
-    RESYNCING    any seq                       RESYNCING    keep it (bounded)
-    RESYNCING    snapshot as of (epoch, seq)   EXACT        apply the kept batches after seq
+    RESYNCING    seq ≥ next                    RESYNCING    keep it (bounded)
+    any          snapshot as of (epoch, seq)   EXACT        apply the kept batches after seq
                    … with a gap after it       RESYNCING    keep the rest, ask again
+                   … older than what is held   same         the caller must not apply it
 
 A follower that has heard nothing yet is RESYNCING. Kept batches are bounded by their blocks; over
 the bound the oldest go, which the snapshot that is awaited either covers or shows as a gap.
@@ -93,14 +94,14 @@ class StreamFollower:
             return NOTHING
         if batch.epoch > self.epoch:
             return self._enter(batch)
+        if batch.seq <= self.seq:
+            return NOTHING
         if not self.exact:
             self._keep(batch)
             return NOTHING
         if batch.seq == self.seq + 1:
             self.seq = batch.seq
             return Step(apply=(batch,))
-        if batch.seq <= self.seq:
-            return NOTHING
         lost = f"gap: {batch.seq - self.seq - 1} batches before {batch.seq}"
         self.distrust()
         self._keep(batch)
