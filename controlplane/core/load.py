@@ -11,15 +11,16 @@ Theory of operation. `batch_size` (requests assigned and unfinished) and `queued
 4. foreign load: what the engine itself counts beyond all routers' bookings. Engine counts lag, so
    they are compared with the largest known total of the last `foreign_window_s`, twice over.
 
-Sums are written into two arrays by row, so that a decision reads them without a loop. Rows belong
-to the fleet; load of an instance without a row is kept and written once it gets one.
+Besides, `context_tokens`, the prompt tokens of unfinished requests, is summed from 1 and 2.
+
+Sums are written into arrays by row, so that a decision reads them without a loop. Rows belong to
+the fleet; bookings on an instance without a row are kept and written once it gets one, while an
+engine's count is not: nobody can be sent there, and the next report is near.
 
 Invariants (`check`): the arrays equal the recomputed sums; nothing is negative.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,16 +43,28 @@ class LoadConfig(msgspec.Struct, frozen=True):
     peers_max: int = 256
 
 
+Sums = tuple[int, int, int]
+"""Requests, queued prefill tokens and context tokens."""
+
+_NONE: Sums = (0, 0, 0)
+
+# What one router may claim of one instance: far beyond any truth, and so that no sum over routers
+# overflows an array. A router that claims more is broken, and must not break this one.
+_CLAIM_MAX: Sums = (1_000_000, 1_000_000_000_000, 1_000_000_000_000)
+
+
 class Booking(msgspec.Struct):
     """One request's place on one instance; ended exactly once.
 
     Attributes:
         queued: prompt tokens still to be computed.
+        context: prompt tokens in all.
     """
 
     request_id: str
     instance_id: str
     queued: int
+    context: int
     booked_s: float
     ended: bool = False
 
@@ -64,8 +77,10 @@ class _Load:
         "known_max",
         "known_max_before",
         "own_batch",
+        "own_context",
         "own_queued",
         "peer_batch",
+        "peer_context",
         "peer_queued",
         "row",
         "window_s",
@@ -73,8 +88,8 @@ class _Load:
 
     def __init__(self) -> None:
         self.row = -1
-        self.own_batch = self.own_queued = 0
-        self.peer_batch = self.peer_queued = 0
+        self.own_batch = self.own_queued = self.own_context = 0
+        self.peer_batch = self.peer_queued = self.peer_context = 0
         self.foreign = 0
         self.known_max = self.known_max_before = 0
         self.window_s = float("-inf")
@@ -85,7 +100,14 @@ class _Load:
 
     @property
     def idle(self) -> bool:
-        return not (self.known or self.own_queued or self.peer_queued or self.foreign)
+        return not (
+            self.known
+            or self.own_queued
+            or self.own_context
+            or self.peer_queued
+            or self.peer_context
+            or self.foreign
+        )
 
 
 class _Peer:
@@ -97,7 +119,7 @@ class _Peer:
         self.epoch = epoch
         self.seq = -1
         self.heard_s = 0.0
-        self.bookings: dict[str, list[int]] = {}
+        self.bookings: dict[str, Sums] = {}
 
 
 class Ledger:
@@ -106,6 +128,7 @@ class Ledger:
     Attributes:
         batch: (rows,) int64, requests assigned and unfinished.
         queued: (rows,) int64, prompt tokens booked and not yet computed.
+        context: (rows,) int64, prompt tokens of unfinished requests.
         peer_gaps: messages of peers that were lost.
         peers_refused: messages of routers beyond `peers_max`.
     """
@@ -115,6 +138,7 @@ class Ledger:
         self.config = config
         self.batch: NDArray[np.int64] = np.zeros(16, np.int64)
         self.queued: NDArray[np.int64] = np.zeros(16, np.int64)
+        self.context: NDArray[np.int64] = np.zeros(16, np.int64)
         self.peer_gaps = 0
         self.peers_refused = 0
         self._loads: dict[str, _Load] = {}
@@ -128,7 +152,10 @@ class Ledger:
             grow = max(row + 1, 2 * len(self.batch)) - len(self.batch)
             self.batch = np.pad(self.batch, (0, grow))
             self.queued = np.pad(self.queued, (0, grow))
+            self.context = np.pad(self.context, (0, grow))
         load = self._load(instance_id)
+        if load.row >= 0:
+            self._blank(load.row)
         load.row = row
         self._write(load)
 
@@ -137,7 +164,7 @@ class Ledger:
         load = self._loads.get(instance_id)
         if load is None or load.row < 0:
             return
-        self.batch[load.row] = self.queued[load.row] = 0
+        self._blank(load.row)
         load.row = -1
         load.foreign = 0
         if load.idle:
@@ -145,13 +172,16 @@ class Ledger:
 
     # --- own bookings
 
-    def book(self, request_id: str, instance_id: str, new_tokens: int, now_s: float) -> Booking:
+    def book(
+        self, request_id: str, instance_id: str, new_tokens: int, prompt_tokens: int, now_s: float
+    ) -> Booking:
         """Count a request on an instance. O(1)."""
         load = self._load(instance_id)
         load.own_batch += 1
         load.own_queued += new_tokens
+        load.own_context += prompt_tokens
         self._write(load)
-        return Booking(request_id, instance_id, new_tokens, now_s)
+        return Booking(request_id, instance_id, new_tokens, prompt_tokens, now_s)
 
     def prefilled(self, booking: Booking, left: int = 0) -> int:
         """Lower a booking's queued tokens to `left`; returns how many were released.
@@ -175,14 +205,15 @@ class Ledger:
         load = self._load(booking.instance_id)
         load.own_batch -= 1
         load.own_queued -= booking.queued
+        load.own_context -= booking.context
         self._write(load)
         self._forget_if_idle(booking.instance_id, load)
         return True
 
-    def own_totals(self) -> dict[str, tuple[int, int]]:
+    def own_totals(self) -> dict[str, Sums]:
         """Return this router's bookings for `RouterTotals`."""
         return {
-            instance_id: (load.own_batch, load.own_queued)
+            instance_id: (load.own_batch, load.own_queued, load.own_context)
             for instance_id, load in self._loads.items()
             if load.own_batch or load.own_queued
         }
@@ -208,11 +239,13 @@ class Ledger:
         peer.heard_s = now_s
         for event in message.events:
             if isinstance(event, Routed):
-                self._peer_add(peer, event.instance_id, 1, event.new_tokens)
+                more = (1, event.new_tokens, event.prompt_tokens or 0)
+                self._peer_add(peer, event.instance_id, more)
             elif isinstance(event, Prefilled):
-                self._peer_add(peer, event.instance_id, 0, -event.new_tokens)
+                self._peer_add(peer, event.instance_id, (0, -event.new_tokens, 0))
             elif isinstance(event, Finished):
-                self._peer_add(peer, event.instance_id, -1, -event.released_tokens)
+                more = (-1, -event.released_tokens, -(event.prompt_tokens or 0))
+                self._peer_add(peer, event.instance_id, more)
             else:
                 self._peer_replace(peer, event)
 
@@ -238,25 +271,27 @@ class Ledger:
         """Routers whose bookings count."""
         return len(self._peers)
 
-    def _peer_add(self, peer: _Peer, instance_id: str, batch: int, queued: int) -> None:
-        booking = peer.bookings.setdefault(instance_id, [0, 0])
-        self._peer_set(
-            instance_id, booking, max(booking[0] + batch, 0), max(booking[1] + queued, 0)
-        )
-        if booking == [0, 0]:
-            del peer.bookings[instance_id]
+    def _peer_add(self, peer: _Peer, instance_id: str, more: Sums) -> None:
+        sums = peer.bookings.get(instance_id, _NONE)
+        self._peer_set(peer, instance_id, (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2]))
 
     def _peer_replace(self, peer: _Peer, totals: RouterTotals) -> None:
-        for instance_id in [*peer.bookings, *totals.bookings]:
-            booking = peer.bookings.setdefault(instance_id, [0, 0])
-            self._peer_set(instance_id, booking, *totals.bookings.get(instance_id, (0, 0)))
-        peer.bookings = {key: value for key, value in peer.bookings.items() if value != [0, 0]}
+        for instance_id in {**peer.bookings, **totals.bookings}:
+            self._peer_set(peer, instance_id, totals.bookings.get(instance_id, _NONE))
 
-    def _peer_set(self, instance_id: str, booking: list[int], batch: int, queued: int) -> None:
+    def _peer_set(self, peer: _Peer, instance_id: str, claim: Sums) -> None:
+        batch, queued, context = (
+            min(max(value, 0), most) for value, most in zip(claim, _CLAIM_MAX, strict=True)
+        )
         load = self._load(instance_id)
-        load.peer_batch += batch - booking[0]
-        load.peer_queued += queued - booking[1]
-        booking[:] = batch, queued
+        before = peer.bookings.get(instance_id, _NONE)
+        load.peer_batch += batch - before[0]
+        load.peer_queued += queued - before[1]
+        load.peer_context += context - before[2]
+        if batch or queued or context:
+            peer.bookings[instance_id] = (batch, queued, context)
+        else:
+            peer.bookings.pop(instance_id, None)
         self._write(load)
         self._forget_if_idle(instance_id, load)
 
@@ -264,11 +299,14 @@ class Ledger:
 
     def engine_count(self, instance_id: str, requests: int, now_s: float) -> int:
         """Take the engine's running + waiting; returns the foreign load that follows from it."""
-        load = self._load(instance_id)
+        load = self._loads.get(instance_id)
+        if load is None or load.row < 0:
+            return 0
         if now_s - load.window_s >= self.config.foreign_window_s:
             load.known_max_before = max(load.known_max, load.known)
             load.known_max = load.known
             load.window_s = now_s
+        requests = min(requests, _CLAIM_MAX[0])
         load.foreign = max(0, requests - max(load.known_max, load.known_max_before))
         self._write(load)
         return load.foreign
@@ -310,26 +348,42 @@ class Ledger:
         if load.row >= 0:
             self.batch[load.row] = known + load.foreign
             self.queued[load.row] = load.own_queued + load.peer_queued
+            self.context[load.row] = load.own_context + load.peer_context
+
+    def _blank(self, row: int) -> None:
+        self.batch[row] = self.queued[row] = self.context[row] = 0
 
     def check(self, bookings: list[Booking]) -> None:
         """Assert that the sums equal their recomputation from the live bookings and peers."""
         own: dict[str, list[int]] = {}
         for booking in bookings:
-            sums = own.setdefault(booking.instance_id, [0, 0])
-            sums[0] += 1
-            sums[1] += booking.queued
+            _add(own, booking.instance_id, (1, booking.queued, booking.context))
         peers: dict[str, list[int]] = {}
         for peer in self._peers.values():
-            for instance_id, (batch, queued) in peer.bookings.items():
-                sums = peers.setdefault(instance_id, [0, 0])
-                sums[0] += batch
-                sums[1] += queued
+            for instance_id, sums in peer.bookings.items():
+                _add(peers, instance_id, sums)
+        nothing = [0, 0, 0]
         for instance_id in {*own, *peers, *self._loads}:
-            load: Any = self._loads.get(instance_id) or _Load()
-            assert [load.own_batch, load.own_queued] == own.get(instance_id, [0, 0]), instance_id
-            assert [load.peer_batch, load.peer_queued] == peers.get(instance_id, [0, 0]), (
-                instance_id
-            )
+            load = self._loads.get(instance_id) or _Load()
+            mine = [load.own_batch, load.own_queued, load.own_context]
+            theirs = [load.peer_batch, load.peer_queued, load.peer_context]
+            assert mine == own.get(instance_id, nothing), instance_id
+            assert theirs == peers.get(instance_id, nothing), instance_id
             if load.row >= 0:
                 assert self.batch[load.row] == load.known + load.foreign
                 assert self.queued[load.row] == load.own_queued + load.peer_queued
+                assert self.context[load.row] == load.own_context + load.peer_context
+            else:
+                assert not load.foreign, instance_id
+                assert instance_id not in self._loads or not load.idle, instance_id
+            assert min(mine + theirs) >= 0 <= load.foreign, instance_id
+        rows = [load.row for load in self._loads.values() if load.row >= 0]
+        assert len(rows) == len(set(rows)), "two instances share a row"
+        for column in (self.batch, self.queued, self.context):
+            assert column.sum() == column[rows].sum(), "a row without an instance shows load"
+
+
+def _add(sums: dict[str, list[int]], instance_id: str, more: Sums) -> None:
+    total = sums.setdefault(instance_id, [0, 0, 0])
+    for position, value in enumerate(more):
+        total[position] += value
