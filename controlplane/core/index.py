@@ -1,0 +1,427 @@
+"""Who caches which block: one look-up answers for the whole fleet at once.
+
+Theory of operation. The index maps a BlockHash to an int used as a bit set of slots (`slots.py`:
+published block sets). What is published is prefix-closed (a set that holds a block holds all
+blocks before it), so along a prompt's chain of hashes the sets only shrink, and `index[hash_d]`
+is exactly who holds the first d blocks. The depths at which somebody drops out are found by
+bisection: no step visits the prompt block by block or the fleet instance by instance.
+
+Invariants, held between any two calls (`check` asserts them):
+- no entry has an empty mask: a block that nobody holds costs nothing;
+- an entry with a single owner stores that owner's own int, so that memory does not grow with the
+  slot's number; equal masks of several owners are mostly one object as well (`_shared`, bounded);
+- `count` and `digest` of a slot are those of the set of its bits.
+
+The dict is split by the hash's leading bits into shards of at most some ten thousand blocks.
+A dict that grows is rebuilt as a whole, and at a million entries that pauses everything for tens
+of milliseconds; a shard's rebuild is not noticed. A sweep goes shard by shard for the same
+reason, and needs no list of who owns what: one pass over the index erases all slots that were
+dead when it began.
+
+Only ints and dicts of ints are kept per block, which the cyclic garbage collector does not track:
+a router that calls `gc.freeze()` once its index is filled has collections that do not visit it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+from controlplane.core.hashing import BlockHash, unpack_hashes
+from controlplane.core.slots import IntArray, SlotState, SlotTable, slots_in
+
+Packed = bytes | memoryview
+
+SHARD_BLOCKS = 16_384
+"""Blocks in a shard when the index is full: rebuilding one takes about a millisecond."""
+
+SHARED_MASKS_MAX = 65_536
+"""Masks of several owners that are remembered so that equal ones are one object."""
+
+SCATTER_BITS_MAX = 6
+"""Up to this many slots are cheaper to write one by one than through an index array."""
+
+MEMBERS_MAX = 1_024
+"""Masks whose slot numbers are remembered as index arrays."""
+
+KEY_BYTES = 48
+"""An int of 64 bits as CPython allocates it: 36 bytes, in steps of 16."""
+
+
+class Refusal(StrEnum):
+    """Why the index did not take a set of blocks; nothing of it was stored."""
+
+    INDEX_FULL = "index_full"
+    SLOT_FULL = "slot_full"
+
+
+class Match(msgspec.Struct, frozen=True, gc=False):
+    """Who holds how much of one prompt.
+
+    Attributes:
+        levels: (depth in blocks, mask): exactly the slots in `mask` hold the first `depth`
+            blocks, and not all of them hold one more. Depths grow, masks shrink.
+    """
+
+    levels: tuple[tuple[int, int], ...] = ()
+
+    def holders(self, depth_blocks: int) -> int:
+        """Return the mask of slots that hold at least the first `depth_blocks` (≥ 1) blocks."""
+        for depth, mask in self.levels:
+            if depth >= depth_blocks:
+                return mask
+        return 0
+
+
+NO_MATCH = Match()
+
+
+class PrefixIndex:
+    """Block hashes of a fleet of prefix caches, for one model.
+
+    Args:
+        blocks_max: distinct blocks that are kept; `store` refuses what would exceed it.
+        slot_blocks_max: blocks of one slot, likewise.
+        slots_max: slots in any state but free.
+    """
+
+    def __init__(
+        self,
+        blocks_max: int = 8_000_000,
+        slot_blocks_max: int = 2_000_000,
+        slots_max: int = 8_192,
+    ) -> None:
+        assert blocks_max > 0
+        assert slot_blocks_max > 0
+        self.blocks_max = blocks_max
+        self.slot_blocks_max = slot_blocks_max
+        self._slots = SlotTable(slots_max)
+        self._counts: list[int] = []
+        self._digests: list[int] = []
+        shard_bits = max(4, min(16, (blocks_max // SHARD_BLOCKS).bit_length()))
+        self._shift = 64 - shard_bits
+        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(1 << shard_bits)]
+        self._gets: list[Callable[[BlockHash, int], int]] = [s.get for s in self._shards]
+        self._blocks = 0
+        self._shared: dict[int, int] = {}
+        self._members: dict[int, IntArray] = {}
+        # The pass in progress: which slots it erases, and the next shard.
+        self._sweeping = 0
+        self._sweep_shard = 0
+
+    # --- slots ----------------------------------------------------------------------------------
+
+    def acquire_slot(self) -> int | None:
+        """Return an empty shadow slot, the lowest there is; None at `slots_max`."""
+        slot = self._slots.acquire()
+        if slot == len(self._counts):
+            self._counts.append(0)
+            self._digests.append(0)
+        return slot
+
+    def publish_slot(self, slot: int) -> None:
+        """Let a shadow slot count in `match`: at once, with all that it holds."""
+        self._slots.publish(slot)
+
+    def release_slot(self, slot: int) -> None:
+        """Let a slot vanish from `match` at once; `sweep` erases it and frees its number."""
+        self._slots.release(slot)
+        if self._counts[slot] == 0:
+            self._free(self._slots.bits[slot])
+
+    def state(self, slot: int) -> SlotState:
+        """Return where a slot is in its life."""
+        return self._slots.state(slot)
+
+    @property
+    def slots(self) -> int:
+        """How many slot numbers were ever handed out: `hits` has one more element."""
+        return len(self._slots)
+
+    @property
+    def live(self) -> int:
+        """Mask of the slots that count in `match`."""
+        return self._slots.live
+
+    # --- changes --------------------------------------------------------------------------------
+
+    def store(self, slot: int, packed: Packed) -> Refusal | None:
+        """Add blocks to a slot's set; those that it holds already change nothing.
+
+        Args:
+            slot: shadow or live.
+            packed: block hashes as on the bus: u64, little endian.
+
+        Returns:
+            None, or why nothing was stored: the caller must stop trusting this slot's set.
+
+        Raises:
+            ValueError: `packed` is no whole number of hashes.
+
+        Complexity: O(blocks); a call should carry at most some thousands where latency matters.
+        """
+        assert self._slots.writable(slot)
+        hashes = unpack_hashes(packed)
+        refusal = self._refusal(slot, hashes)
+        if refusal is not None:
+            return refusal
+        shards, shift, bit = self._shards, self._shift, self._slots.bits[slot]
+        known: list[BlockHash] = []
+        shared = old = new = 0
+        for block in hashes:
+            shard = shards[block >> shift]
+            mask = shard.get(block)
+            if mask is None:
+                shard[block] = bit
+            elif mask & bit:
+                known.append(block)
+            else:
+                # A chain's blocks mostly have one owner set: unite it once.
+                if mask is not old:
+                    old, new = mask, self._share(mask | bit)
+                shard[block] = new
+                shared += 1
+        self._blocks += len(hashes) - shared - len(known)
+        self._counts[slot] += len(hashes) - len(known)
+        self._digests[slot] ^= _xor(packed) ^ _xor_all(known)
+        return None
+
+    def remove(self, slot: int, packed: Packed) -> int:
+        """Take blocks out of a slot's set; those that it does not hold change nothing.
+
+        Args:
+            slot: shadow or live.
+            packed: block hashes as on the bus.
+
+        Returns:
+            How many of them the slot did not hold.
+
+        Raises:
+            ValueError: `packed` is no whole number of hashes.
+        """
+        assert self._slots.writable(slot)
+        hashes = unpack_hashes(packed)
+        shards, shift, bit = self._shards, self._shift, self._slots.bits[slot]
+        absent: list[BlockHash] = []
+        shared = old = new = 0
+        for block in hashes:
+            shard = shards[block >> shift]
+            mask = shard.get(block, 0)
+            if mask == bit:
+                del shard[block]
+            elif mask & bit:
+                if mask is not old:
+                    old, new = mask, self._share(mask ^ bit)
+                shard[block] = new
+                shared += 1
+            else:
+                absent.append(block)
+        self._blocks -= len(hashes) - shared - len(absent)
+        self._counts[slot] -= len(hashes) - len(absent)
+        self._digests[slot] ^= _xor(packed) ^ _xor_all(absent)
+        return len(absent)
+
+    def sweep(self, blocks_max: int) -> int:
+        """Erase dead slots, a slice at a time; return how many blocks were visited: 0, all done.
+
+        A pass over all shards erases the slots that were dead when it began and frees their
+        numbers at its end. Shards are visited whole, so a slice exceeds `blocks_max` by less than
+        a shard.
+
+        Complexity: about 0.15 µs a block visited.
+        """
+        visited = 0
+        while visited < blocks_max and (self._sweeping or self._begin_pass()):
+            shard = self._shards[self._sweep_shard]
+            visited += len(shard) + 1
+            self._erase(shard)
+            self._sweep_shard += 1
+            if self._sweep_shard == len(self._shards):
+                self._free(self._sweeping)
+                self._sweeping = 0
+        return visited
+
+    def _begin_pass(self) -> bool:
+        self._sweeping, self._sweep_shard = self._slots.dead, 0
+        return self._sweeping != 0
+
+    def _erase(self, shard: dict[BlockHash, int]) -> None:
+        dead = self._sweeping
+        for block, mask in [item for item in shard.items() if item[1] & dead]:
+            rest = mask & ~dead
+            if rest:
+                shard[block] = self._share(rest)
+            else:
+                del shard[block]
+                self._blocks -= 1
+
+    def _free(self, mask: int) -> None:
+        self._slots.free(mask)
+        for slot in slots_in(mask).tolist():
+            self._counts[slot] = self._digests[slot] = 0
+
+    def _refusal(self, slot: int, hashes: list[BlockHash]) -> Refusal | None:
+        """Whether the bounds forbid these blocks; exact, but counts only near a bound."""
+        if self._counts[slot] + len(hashes) > self.slot_blocks_max:
+            bit = self._slots.bits[slot]
+            fresh = sum(not self._mask(block) & bit for block in set(hashes))
+            if self._counts[slot] + fresh > self.slot_blocks_max:
+                return Refusal.SLOT_FULL
+        if self._blocks + len(hashes) > self.blocks_max:
+            fresh = sum(not self._mask(block) for block in set(hashes))
+            if self._blocks + fresh > self.blocks_max:
+                return Refusal.INDEX_FULL
+        return None
+
+    def _share(self, mask: int) -> int:
+        """Return the one object that stands for this non-empty mask."""
+        if not mask & (mask - 1):
+            return self._slots.bits[mask.bit_length() - 1]
+        if len(self._shared) >= SHARED_MASKS_MAX:
+            self._shared.clear()
+        return self._shared.setdefault(mask, mask)
+
+    # --- questions ------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash]) -> Match:
+        """Return which live slots hold how much of a prompt.
+
+        Args:
+            hashes: the prompt's chain, cut to the blocks that may count as hits.
+
+        Complexity: about log2(blocks) look-ups for each depth at which a slot drops out, and
+        never more than one a block.
+        """
+        if not hashes:
+            return NO_MATCH
+        gets, shift, live = self._gets, self._shift, self._slots.live
+        block = hashes[0]
+        here = gets[block >> shift](block, 0) & live
+        if not here:
+            return NO_MATCH
+        levels: list[tuple[int, int]] = []
+        at, end = 0, len(hashes) - 1
+        block = hashes[end]
+        # Probed positions right of `at`, nearest last: what one bisection learns, the next uses.
+        ahead = [(end, gets[block >> shift](block, 0) & live)]
+        while ahead:
+            right, there = ahead[-1]
+            if there == here:
+                at = right
+                ahead.pop()
+            elif right - at > 1:
+                middle = (at + right) >> 1
+                block = hashes[middle]
+                ahead.append((middle, gets[block >> shift](block, 0) & live))
+            else:
+                levels.append((right, here))
+                if not there:
+                    return Match(tuple(levels))
+                at, here = right, there
+                ahead.pop()
+        levels.append((len(hashes), here))
+        return Match(tuple(levels))
+
+    def hits(self, match: Match, block_tokens: int = 1) -> IntArray:
+        """Return (slots + 1,) how deep each slot holds the prompt, in units of `block_tokens`.
+
+        The last element is 0: it stands for slot −1, "no slot", so that callers can gather with
+        `hits[slot_of_instance]` while some instances have none.
+        """
+        depths = np.zeros(len(self._slots) + 1, np.int64)
+        bits, levels = self._slots.bits, match.levels
+        for level, (depth, mask) in enumerate(levels):
+            if mask.bit_count() > SCATTER_BITS_MAX:
+                # Deeper slots are written again below, so writing those that leave is enough.
+                deeper = levels[level + 1][1] if level + 1 < len(levels) else 0
+                if (mask ^ deeper).bit_count() > SCATTER_BITS_MAX:
+                    depths[self._slots_in(mask)] = depth * block_tokens
+                    continue
+                mask ^= deeper
+            while mask:
+                slot = mask.bit_length() - 1
+                depths[slot] = depth * block_tokens
+                mask ^= bits[slot]
+        return depths
+
+    def _slots_in(self, mask: int) -> IntArray:
+        inside = self._members.get(mask)
+        if inside is None:
+            if len(self._members) >= MEMBERS_MAX:
+                self._members.clear()
+            inside = self._members[mask] = slots_in(mask)
+        return inside
+
+    def holders(self, block: BlockHash) -> int:
+        """Return the mask of live slots that hold a block, and with it all blocks before it."""
+        return self._mask(block) & self._slots.live
+
+    def holds(self, slot: int, block: BlockHash) -> bool:
+        """True if a shadow or live slot's set has this block."""
+        return bool(self._mask(block) & self._slots.bits[slot])
+
+    def count(self, slot: int) -> int:
+        """Return how many blocks a shadow or live slot's set has; compare with `KvBatch.count`."""
+        return self._counts[slot]
+
+    def digest(self, slot: int) -> int:
+        """Return the XOR of a shadow or live slot's hashes; compare with `KvBatch.digest`."""
+        return self._digests[slot]
+
+    def __len__(self) -> int:
+        """Return the number of distinct blocks, those of slots yet unswept included."""
+        return self._blocks
+
+    def memory_bytes(self) -> int:
+        """Return an estimate of the index's memory."""
+        tables = sum(map(sys.getsizeof, self._shards))
+        masks = sum(map(sys.getsizeof, self._shared)) + sys.getsizeof(self._shared)
+        bits = sum(map(sys.getsizeof, self._slots.bits))
+        members = sum(inside.nbytes for inside in self._members.values())
+        return tables + self._blocks * KEY_BYTES + masks + bits + members
+
+    def _mask(self, block: BlockHash) -> int:
+        return self._shards[block >> self._shift].get(block, 0)
+
+    def check(self) -> None:
+        """Assert every invariant; for tests: it visits all blocks."""
+        self._slots.check()
+        counts, digests = [0] * self.slots, [0] * self.slots
+        for number, shard in enumerate(self._shards):
+            for block, mask in shard.items():
+                assert block >> self._shift == number
+                assert mask > 0
+                for slot in slots_in(mask).tolist():
+                    counts[slot] += 1
+                    digests[slot] ^= block
+                if mask.bit_count() == 1:
+                    assert mask is self._slots.bits[mask.bit_length() - 1]
+        assert self._blocks == sum(map(len, self._shards)) <= self.blocks_max
+        for slot in range(self.slots):
+            if self._slots.writable(slot):
+                assert (counts[slot], digests[slot]) == (self._counts[slot], self._digests[slot])
+                assert counts[slot] <= self.slot_blocks_max
+            assert self._slots.state(slot) is not SlotState.FREE or counts[slot] == 0
+        assert self._sweeping & ~self._slots.dead == 0
+        assert len(self._shared) <= SHARED_MASKS_MAX
+        assert len(self._members) <= MEMBERS_MAX
+
+
+def usable_blocks(prompt_tokens: int, block_size: int) -> int:
+    """Return how many of a prompt's blocks may count as hits: vLLM computes the last token anew."""
+    return max(prompt_tokens - 1, 0) // block_size
+
+
+def _xor(packed: Packed) -> int:
+    return int(np.bitwise_xor.reduce(np.frombuffer(packed, "<u8")))
+
+
+def _xor_all(blocks: list[BlockHash]) -> int:
+    digest = 0
+    for block in blocks:
+        digest ^= block
+    return digest

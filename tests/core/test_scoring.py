@@ -1,0 +1,165 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.core.policies import Multiplicative, RoundRobin
+from controlplane.core.scoring import Choice, FleetView, Request, decide
+from tests.models import naive_scoring
+
+FILTERS = ("health", "draining", "blacklist", "model", "batch_cap", "hotspot")
+
+
+def fleet(batch, queued=None, **restrictions) -> FleetView:
+    """Make a view from lists."""
+    zeros = np.zeros(len(batch), np.int64)
+    return FleetView(
+        np.array(batch, np.int64),
+        zeros if queued is None else np.array(queued, np.int64),
+        zeros,
+        **restrictions,
+    )
+
+
+def choose(view: FleetView, request: Request, rotation: int = 0) -> Choice:
+    """Decide by the default policy."""
+    choice = decide(view, request, Multiplicative(), rotation)
+    assert choice is not None
+    return choice
+
+
+def request(prompt: int, hits=None, **facts) -> Request:
+    """Make a request from lists."""
+    return Request(prompt, None if hits is None else np.array(hits, np.int64), **facts)
+
+
+def test_the_smallest_product_wins():
+    """New prefill tokens times batch size: neither the cached nor the idle instance as such."""
+    view = fleet(batch=[9, 0, 3], queued=[0, 500, 0])
+    choice = choose(view, request(1000, [900, 0, 800]))
+    assert choice.scores.tolist() == [1000.0, 1500.0, 800.0]
+    assert (choice.index, choice.score, choice.ties) == (2, 800.0, 1)
+    assert choice.policy == "multiplicative"
+    assert choice.candidates is None
+    assert choice.ignored == ()
+
+
+def test_queued_tokens_spread_a_burst():
+    """Requests that hit equally do not all go where the first one went."""
+    view = fleet(batch=[0, 0, 0, 0])
+    for rotation in range(40):
+        row = choose(view, request(100), rotation).index
+        view.batch_size[row] += 1
+        view.queued_tokens[row] += 100
+    assert view.batch_size.tolist() == [10, 10, 10, 10]
+
+
+def test_a_wholly_cached_prompt_still_minds_the_load():
+    """P is never 0, even where a hit covers the prompt: else the load would not count at all."""
+    assert choose(fleet(batch=[5, 2]), request(64, [64, 64])).index == 1
+
+
+def test_negative_queues_count_as_empty():
+    """A correction that comes before what it corrects does not make an instance attractive."""
+    view = fleet(batch=[0, 0], queued=[-1_000_000, 0])
+    assert choose(view, request(10, [0, 1])).index == 1
+
+
+def test_products_beyond_64_bits_do_not_wrap():
+    """Huge queues and batches stay worse than small ones."""
+    view = fleet(batch=[2**40, 2**62, 0], queued=[2**62, 2**62, 2**61])
+    choice = choose(view, request(1))
+    assert choice.index == 2
+    assert (choice.scores > 0).all()
+
+
+def test_ties_rotate_among_the_equal():
+    """Equal scores are served in turn; the lowest index is nothing special."""
+    view = fleet(batch=[1, 0, 0, 1, 0])
+    rows = [choose(view, request(10), rotation).index for rotation in range(6)]
+    assert rows == [1, 2, 4, 1, 2, 4]
+    assert choose(view, request(10)).ties == 3
+
+
+def test_nobody_to_choose_from():
+    """No rows, or none with an instance: there is no choice."""
+    assert decide(fleet([]), request(1), RoundRobin(), 0) is None
+    empty = fleet([0, 0], present=np.array([False, False]))
+    assert decide(empty, request(1), RoundRobin(), 0) is None
+
+
+def test_rows_without_an_instance_are_never_chosen():
+    """Unlike filters, absence is not ignored: a filter may not bring a departed instance back."""
+    view = fleet([0, 0], present=np.array([False, True]), healthy=np.array([True, False]))
+    choice = choose(view, request(1))
+    assert choice.index == 1
+    assert choice.ignored == ("health",)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_each_filter_excludes_and_yields_when_it_would_exclude_all(name: str):
+    """Every filter keeps out whom it names, and is ignored by name if that leaves nobody."""
+    for masks, winner, ignored in (([False, True], 1, ()), ([False, False], 0, (name,))):
+        keep = np.array(masks)
+        view = fleet([0, 5])
+        asked = request(10)
+        if name == "batch_cap":
+            view.batch_cap = np.where(keep, 100, 0)
+        elif name in ("model", "hotspot"):
+            asked = request(10, **{{"model": "capable", "hotspot": "cool"}[name]: keep})
+        else:
+            field = {"health": "healthy", "draining": "ready", "blacklist": "allowed"}[name]
+            view = fleet([0, 5], **{field: keep})
+        choice = choose(view, asked)
+        assert (choice.index, choice.ignored) == (winner, ignored)
+
+
+def test_one_batch_cap_may_hold_for_all():
+    """The cap is a number or an array; at the cap there is no room."""
+    view = fleet([3, 4], queued=[1000, 0], batch_cap=4)
+    assert choose(view, request(10)).index == 0
+    view.batch_size[0] = 4
+    assert choose(view, request(10)).ignored == ("batch_cap",)
+
+
+masks_drawn = st.lists(st.booleans(), min_size=5, max_size=5)
+
+
+@pytest.mark.slow
+@given(
+    prompt=st.integers(0, 200),
+    rows=st.lists(
+        st.tuples(st.integers(-5, 300), st.integers(0, 250), st.integers(0, 4)),
+        min_size=5,
+        max_size=5,
+    ),
+    keeps=st.lists(masks_drawn, min_size=6, max_size=6),
+    in_force=st.lists(st.booleans(), min_size=6, max_size=6),
+    rotation=st.integers(0, 2**64),
+)
+def test_decisions_are_those_of_the_naive_twin(prompt, rows, keeps, in_force, rotation):
+    """Arrays and plain integers agree on score, winner, ties and ignored filters."""
+    queued, hits, batch = zip(*rows, strict=True)
+    arrays = [np.array(keep) if on else None for keep, on in zip(keeps, in_force, strict=True)]
+    health, ready, allowed, model, cap, cool = arrays
+    view = fleet(batch, queued, healthy=health, ready=ready, allowed=allowed)
+    view.batch_cap = None if cap is None else np.where(cap, 5, 0)
+    choice = choose(view, request(prompt, hits, capable=model, cool=cool), rotation)
+    scores = naive_scoring.multiplicative(prompt, queued, hits, batch)
+    named = [(name, keep) for name, keep, on in zip(FILTERS, keeps, in_force, strict=True) if on]
+    assert choice.scores.tolist() == scores
+    assert (choice.index, choice.ties, choice.ignored) == naive_scoring.pick(
+        scores, named, rotation
+    )
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 10_000), st.integers(1, 200)), min_size=1, max_size=20),
+    factor=st.integers(1, 1000),
+)
+def test_scaling_all_p_or_all_b_changes_nothing(rows, factor):
+    """Common factors vanish when products are compared: there is no weight to calibrate."""
+    p, b = np.array(rows).T
+    plain = choose(fleet(b - 1, p - 1), request(1), 3)
+    assert choose(fleet(b - 1, p * factor - 1), request(1), 3).index == plain.index
+    assert choose(fleet(b * factor - 1, p - 1), request(1), 3).index == plain.index
