@@ -1,6 +1,7 @@
 """The index against its naive twin, over any order of stores, removals, departures and sweeps."""
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
