@@ -187,7 +187,8 @@ class Routed(Message, frozen=True, tag="routed"):
 
     Attributes:
         attempt: 0, or which retry this is, from 1.
-        prompt_tokens: None where the request could not be tokenized exactly.
+        prompt_tokens: length of the prompt; an estimate unless `exact`.
+        exact: whether the request was tokenized exactly.
         hit_tokens: what the index promised on the chosen instance.
         new_tokens: what the ledger booked as queued prefill on it.
         policy: the policy that decided, after overrides and degradation.
@@ -203,6 +204,7 @@ class Routed(Message, frozen=True, tag="routed"):
     at_wall_s: float
     attempt: Count = 0
     prompt_tokens: Count | None = None
+    exact: bool = True
     hit_tokens: Count = 0
     new_tokens: Count = 0
     batch_size: Count = 0

@@ -84,6 +84,11 @@ class StreamFollower:
         self._kept_batches_max = kept_batches_max
 
     @property
+    def position(self) -> tuple[int, int] | None:
+        """(epoch, seq) of the applied set; None before there is one."""
+        return (self.epoch, self.seq) if self.seq >= 0 else None
+
+    @property
     def kept(self) -> int:
         """Batches waiting for a snapshot."""
         return len(self._kept)

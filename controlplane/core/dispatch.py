@@ -1,0 +1,461 @@
+"""The request path: who gets a request, and what is booked until it ends.
+
+    decide ──> Decision ──book──> Ticket ──first_byte──> ──finish──> ended
+                                    └─ finish may come at any point, on every path; it counts once
+
+A ticket's queued prefill tokens are released at the answer's first byte, as the prompt's blocks
+appear in the instance's block stream (`progress`: what an answer that is not streamed needs), or
+at the end, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from controlplane.core import scoring
+from controlplane.core.fleet import Fleet, Instance
+from controlplane.core.index import NO_MATCH, Match, PrefixIndex, usable_blocks
+from controlplane.core.load import Booking, Ledger
+from controlplane.core.outbox import Outbox
+from controlplane.core.policies import make_policy
+from controlplane.core.scoring import BoolArray, Choice, FleetView, IntArray, Policy
+from controlplane.core.stream import Trust
+from controlplane.core.verdicts import CLASS_DEPTHS, Verdicts
+from schemas.bus import Candidate, ClassCoverage, Finished, Prefilled, Routed
+
+PROGRESS_TOKENS_MIN = 2048
+"""Partial prefill progress is told to the other routers in steps of at least this many tokens."""
+
+
+class RouteRequest(msgspec.Struct, frozen=True, gc=False):
+    """What the plane must know of a request.
+
+    Attributes:
+        prompt_tokens: length of the prompt; an estimate where `inexact` says why it is not known.
+        hashes: block hashes of its whole blocks; empty where they are not known.
+        block_size: tokens a block of `hashes`.
+        inexact: why the prompt could not be tokenized exactly; empty if it was.
+        alpha: the tenant's exponent of P.
+        beta: the tenant's exponent of B + 1.
+        tried: instances that already failed this request.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    hashes: Sequence[int] = ()
+    block_size: int = 0
+    inexact: str = ""
+    lora: str | None = None
+    tenant: str = ""
+    alpha: float = 1.0
+    beta: float = 1.0
+    tried: tuple[str, ...] = ()
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Where a request goes, and everything that led there.
+
+    Attributes:
+        rows: the fleet at the decision; the arrays below and `choice` are by its positions.
+        hit_tokens: (rows,) promised hits; None where the decision knew of none.
+        batch_size: (rows,) B.
+        queued_tokens: (rows,) queued prefill tokens.
+        reason: why the policy or the candidates were not the configured ones; empty if they were.
+    """
+
+    request: RouteRequest
+    rows: tuple[Instance, ...]
+    choice: Choice
+    match: Match
+    hit_tokens: IntArray | None
+    batch_size: IntArray
+    queued_tokens: IntArray
+    reason: str
+    trust: Trust
+
+    @property
+    def instance(self) -> Instance:
+        """The chosen instance."""
+        return self.rows[self.choice.index]
+
+    @property
+    def hit(self) -> int:
+        """Prompt tokens that the chosen instance is believed to have cached."""
+        return 0 if self.hit_tokens is None else int(self.hit_tokens[self.choice.index])
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that the chosen instance has to compute."""
+        return max(self.request.prompt_tokens - self.hit, 1)
+
+    def candidates(self) -> list[Candidate]:
+        """Return every instance as the decision saw it."""
+        count = len(self.rows)
+        kept = self.choice.candidates
+        hits = [0] * count if self.hit_tokens is None else self.hit_tokens.tolist()
+        eligible = [True] * count if kept is None else kept.tolist()
+        ids = [instance.record.instance_id for instance in self.rows]
+        columns = (self.queued_tokens.tolist(), self.batch_size.tolist())
+        scores = self.choice.scores.tolist()
+        return list(map(Candidate, ids, hits, *columns, scores, eligible))
+
+    def classes(self) -> list[ClassCoverage]:
+        """Return the request's classes as the hotspot detector needs them."""
+        hashes = self.request.hashes
+        depths = [depth for depth in CLASS_DEPTHS if depth <= len(hashes)]
+        if not depths:
+            return []
+        ranked = self.choice.scores
+        if self.choice.candidates is not None:
+            ranked = np.where(self.choice.candidates, ranked, np.inf)
+        found: list[ClassCoverage] = []
+        known: tuple[int, int, float | None, float | None] = (-1, 0, None, None)
+        for depth in depths:
+            holders = self.match.holders(depth)
+            if holders != known[0]:
+                known = (holders, *self._coverage(depth, ranked))
+            found.append(ClassCoverage(hashes[depth - 1], depth, *known[1:]))
+        return found
+
+    def _coverage(
+        self, depth: int, ranked: scoring.FloatArray
+    ) -> tuple[int, float | None, float | None]:
+        """Return |M| at a depth and the best scores inside and outside M."""
+        if self.hit_tokens is None:
+            inside: BoolArray = np.zeros(len(ranked), np.bool_)
+        else:
+            # Hits are capped below the whole prompt; a class as long as the prompt is not lost.
+            blocks = min(depth, usable_blocks(self.request.prompt_tokens, self.request.block_size))
+            inside = self.hit_tokens >= max(blocks, 1) * self.request.block_size
+        return int(inside.sum()), _least(ranked[inside]), _least(ranked[~inside])
+
+
+def _least(scores: scoring.FloatArray) -> float | None:
+    best = float(scores.min()) if len(scores) else float("inf")
+    return None if best == float("inf") else best
+
+
+class Ticket(msgspec.Struct):
+    """A request that is on its way: what must be given back when it ends.
+
+    Attributes:
+        depth: how many of the prompt's blocks are known to be computed.
+        untold: released tokens that the other routers were not told of yet.
+    """
+
+    decision: Decision
+    booking: Booking
+    attempt: int
+    depth: int
+    untold: int = 0
+
+
+class Dispatcher:
+    """Decides on requests and keeps their bookings, for one model.
+
+    Attributes:
+        counts: how often each thing happened: decisions by policy, filters ignored, reasons.
+        tickets: requests that are on their way, by booking.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        ledger: Ledger,
+        index: PrefixIndex,
+        verdicts: Verdicts,
+        outbox: Outbox,
+        policy: Policy,
+        batch_cap: int | None,
+        blind_s: float,
+        tier_credit: Sequence[float],
+        audit_candidates: float,
+        rng: random.Random,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.tickets: dict[int, Ticket] = {}
+        self.batch_cap = batch_cap
+        self._fleet = fleet
+        self._ledger = ledger
+        self._index = index
+        self._verdicts = verdicts
+        self._outbox = outbox
+        self._policy = policy
+        self._policies: dict[str, Policy] = {policy.name: policy}
+        self._blind_s = blind_s
+        self._blind_since_s: float | None = None
+        self._tier_credit = tier_credit
+        self._audit_candidates = audit_candidates
+        self._rng = rng
+        self._rotation = rng.randrange(1 << 30)
+
+    # --- deciding
+
+    def decide(self, request: RouteRequest, now_s: float) -> Decision | None:
+        """Return where a request should go; None if the model has no instance.
+
+        Changes nothing but the rotation among equal scores.
+        """
+        fleet = self._fleet
+        count = len(fleet)
+        if not count:
+            return None
+        policy, reason = self._policy_for(request, now_s)
+        match, hits = self._hits(request)
+        batch = self._ledger.batch[:count]
+        queued = self._ledger.queued[:count]
+        view = FleetView(
+            batch,
+            queued,
+            self._ledger.context[:count],
+            healthy=self._healthy(request),
+            ready=fleet.ready,
+            allowed=fleet.allowed,
+            batch_cap=self.batch_cap,
+        )
+        asked = scoring.Request(
+            request.prompt_tokens,
+            hits,
+            capable=fleet.capable(request.lora),
+            cool=self._cool(request),
+            alpha=request.alpha,
+            beta=request.beta,
+        )
+        self._rotation += 1
+        choice = scoring.decide(view, asked, policy, self._rotation)
+        assert choice is not None
+        if choice.ignored:
+            reason = ";".join(filter(None, (reason, "ignored:" + "+".join(choice.ignored))))
+        return Decision(
+            request,
+            fleet.rows,
+            choice,
+            match,
+            hits,
+            batch.copy(),
+            queued.copy(),
+            reason,
+            fleet.at(choice.index).trust,
+        )
+
+    def _policy_for(self, request: RouteRequest, now_s: float) -> tuple[Policy, str]:
+        """Return the policy to use, and why if it is not the configured one."""
+        override = self._verdicts.policy(now_s)
+        if override is not None:
+            return self._named(override.policy), f"override:{override.by or 'operator'}"
+        if request.inexact:
+            return self._named("least_requests"), f"inexact:{request.inexact}"
+        if self._fleet.trusted.any():
+            self._blind_since_s = None
+            return self._policy, ""
+        if self._blind_since_s is None:
+            self._blind_since_s = now_s
+        if now_s - self._blind_since_s < self._blind_s:
+            return self._named("least_requests"), "stale"
+        return self._named("round_robin"), "blind"
+
+    def _named(self, name: str) -> Policy:
+        policy = self._policies.get(name)
+        if policy is None:
+            policy = self._policies[name] = make_policy(name)
+        return policy
+
+    def _hits(self, request: RouteRequest) -> tuple[Match, IntArray | None]:
+        """Return the match of a prompt, and (rows,) hit tokens by tier credit."""
+        if not request.hashes or request.inexact:
+            return NO_MATCH, None
+        usable = usable_blocks(request.prompt_tokens, request.block_size)
+        hashes = request.hashes
+        match = self._index.match(hashes if usable >= len(hashes) else hashes[:usable])
+        if not match.levels:
+            return match, None
+        by_slot = self._index.hits(match, request.block_size)
+        fleet = self._fleet
+        hits: IntArray = by_slot[fleet.slots[0]]
+        for tier in range(1, fleet.tiers):
+            more = np.maximum(by_slot[fleet.slots[tier]] - hits, 0)
+            hits = hits + (more * self._tier_credit[tier]).astype(np.int64)
+        return match, hits * fleet.trusted
+
+    def _healthy(self, request: RouteRequest) -> BoolArray:
+        healthy = self._fleet.healthy
+        if not request.tried:
+            return healthy
+        healthy = healthy.copy()
+        for instance_id in request.tried:
+            instance = self._fleet.get(instance_id)
+            if instance is not None:
+                healthy[instance.row] = False
+        return healthy
+
+    def _cool(self, request: RouteRequest) -> BoolArray | None:
+        """Return (rows,) who is not kept from this request's classes; None if nobody is."""
+        verdicts = self._verdicts.against(request.hashes)
+        if not verdicts:
+            return None
+        cool = np.ones(len(self._fleet), np.bool_)
+        for verdict in verdicts:
+            for instance_id in verdict.instances:
+                instance = self._fleet.get(instance_id)
+                if instance is not None:
+                    cool[instance.row] = False
+        return cool
+
+    # --- booking
+
+    def book(
+        self,
+        decision: Decision,
+        now_s: float,
+        now_wall_s: float,
+        *,
+        attempt: int = 0,
+        decide_s: float = 0.0,
+        tokenize_s: float = 0.0,
+        queue_s: float = 0.0,
+    ) -> Ticket:
+        """Count a request on the instance that was chosen, and tell the others."""
+        request, choice, instance = decision.request, decision.choice, decision.instance
+        instance_id, new = instance.record.instance_id, decision.new_tokens
+        booking = self._ledger.book(
+            request.request_id, instance_id, new, request.prompt_tokens, now_s
+        )
+        depth = decision.hit // request.block_size if request.block_size else 0
+        ticket = Ticket(decision, booking, attempt, depth)
+        self.tickets[id(booking)] = ticket
+        if request.hashes:
+            instance.awaiting[id(booking)] = ticket
+        self.counts[f"policy:{choice.policy}"] += 1
+        for name in choice.ignored:
+            self.counts[f"ignored:{name}"] += 1
+        self._outbox.add(
+            Routed(
+                request.request_id,
+                instance_id,
+                now_wall_s,
+                attempt=attempt,
+                prompt_tokens=request.prompt_tokens,
+                exact=not request.inexact,
+                hit_tokens=decision.hit,
+                new_tokens=new,
+                batch_size=int(decision.batch_size[choice.index]),
+                queued_tokens=int(decision.queued_tokens[choice.index]),
+                score=choice.score,
+                policy=choice.policy,
+                reason=decision.reason,
+                trust=decision.trust,
+                kv_seq=instance.follower.position,
+                tenant=request.tenant,
+                fleet=len(decision.rows),
+                classes=decision.classes(),
+                candidates=decision.candidates() if self._audited() else [],
+                decide_s=decide_s,
+                tokenize_s=tokenize_s,
+                queue_s=queue_s,
+            )
+        )
+        return ticket
+
+    def _audited(self) -> bool:
+        share = self._audit_candidates
+        return share >= 1.0 or (share > 0.0 and self._rng.random() < share)
+
+    def first_byte(self, ticket: Ticket, ttft_s: float) -> None:
+        """Release a ticket's queued tokens: its prompt is computed."""
+        self._release(ticket, 0, ttft_s)
+
+    def progress(self, instance: Instance, tickets_max: int = 32) -> None:
+        """Release queued tokens whose blocks have appeared in an instance's block stream.
+
+        Complexity: a look-up or two a ticket whose prefill has not begun, a bisection otherwise.
+        """
+        slot = instance.slots.get(0)
+        if slot is None:
+            return
+        for ticket in list(instance.awaiting.values())[:tickets_max]:
+            request = ticket.decision.request
+            depth = self._computed(slot, request.hashes, ticket.depth)
+            if depth == ticket.depth:
+                continue
+            ticket.depth = depth
+            whole = depth == len(request.hashes)
+            left = 0 if whole else request.prompt_tokens - depth * request.block_size
+            self._release(ticket, min(left, ticket.booking.queued), None)
+
+    def _computed(self, slot: int, hashes: Sequence[int], depth: int) -> int:
+        """Return how many of a prompt's blocks a slot holds, given that it holds `depth`."""
+        holds = self._index.holds
+        if depth >= len(hashes) or not holds(slot, hashes[depth]):
+            return depth
+        low, high = depth + 1, len(hashes)
+        if holds(slot, hashes[high - 1]):
+            return high
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if holds(slot, hashes[middle - 1]):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _release(self, ticket: Ticket, left: int, ttft_s: float | None) -> None:
+        ticket.untold += self._ledger.prefilled(ticket.booking, left)
+        if left == 0:
+            ticket.decision.instance.awaiting.pop(id(ticket.booking), None)
+        if ticket.untold >= PROGRESS_TOKENS_MIN or (left == 0 and ticket.untold):
+            self._outbox.add(
+                Prefilled(
+                    ticket.booking.request_id, ticket.booking.instance_id, ticket.untold, ttft_s
+                )
+            )
+            ticket.untold = 0
+
+    def finish(
+        self,
+        ticket: Ticket,
+        outcome: str,
+        status: int,
+        now_s: float,
+        now_wall_s: float,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        ttft_s: float | None = None,
+    ) -> bool:
+        """End a ticket and tell the others; False if it had ended already.
+
+        Args:
+            outcome: ok, client_gone, upstream_error, timeout or retried.
+            status: HTTP status that the client got, or that the attempt ended with; 0 if none.
+            cached_tokens: prompt tokens that the engine says it had cached.
+        """
+        booking, decision = ticket.booking, ticket.decision
+        if not self._ledger.finish(booking):
+            return False
+        del self.tickets[id(booking)]
+        decision.instance.awaiting.pop(id(booking), None)
+        self.counts[f"outcome:{outcome}"] += 1
+        self._outbox.add(
+            Finished(
+                booking.request_id,
+                booking.instance_id,
+                outcome,
+                status,
+                now_wall_s,
+                released_tokens=booking.queued + ticket.untold,
+                prompt_tokens=decision.request.prompt_tokens,
+                hit_tokens=decision.hit,
+                cached_tokens=cached_tokens,
+                output_tokens=output_tokens,
+                ttft_s=ttft_s,
+                duration_s=now_s - booking.booked_s,
+                tenant=decision.request.tenant,
+            )
+        )
+        return True

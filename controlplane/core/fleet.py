@@ -1,0 +1,203 @@
+"""The instances that serve one model: their rows, their trust, and who may get a request.
+
+Theory of operation. Every known instance has a row in the arrays that decisions read. Rows are
+dense: when an instance leaves, the one in the last row takes its place. Whether an instance may get
+requests follows from these facts:
+
+    healthy   the data plane finds that requests get through (the breaker is closed)
+    ready     its record is `ready`, and no drain is in force
+    allowed   no operator's blacklist is in force
+    trusted   excludes nobody; it decides whether the block set counts
+
+Trust is `exact` or `resyncing` as its block stream says, and `stale` once nothing was heard of the
+instance for `stale_s`. One that is silent for `departed_s` while the bus is up has departed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.core.stream import StreamFollower, Trust
+from schemas.bus import InstanceRecord, LoadReport
+
+
+class Instance:
+    """What is known of one instance.
+
+    Attributes:
+        awaiting: requests whose prompts it is computing, by booking.
+        slots: index slot of each tier's block set, by tier.
+        shadow: slots that a snapshot in progress is filling, by tier.
+        heard_s: when a heartbeat last came, by any path.
+        load: the engine's last report on itself, taken at `load_s`.
+        resync_attempt: tries since the set was last exact.
+        resync_running: whether a snapshot was asked for and has neither come nor failed.
+        drained: an operator's drain is in force.
+        blacklisted_until_s: an operator's blacklist is in force until then.
+    """
+
+    __slots__ = (
+        "awaiting",
+        "blacklist_revision",
+        "blacklisted_until_s",
+        "breaker_open",
+        "drain_revision",
+        "drained",
+        "follower",
+        "heard_s",
+        "load",
+        "load_s",
+        "record",
+        "resync_attempt",
+        "resync_running",
+        "row",
+        "shadow",
+        "shadow_chunks",
+        "slots",
+        "trust",
+    )
+
+    def __init__(self, record: InstanceRecord, row: int, now_s: float) -> None:
+        self.record = record
+        self.row = row
+        self.follower = StreamFollower()
+        self.trust = Trust.RESYNCING
+        self.heard_s = now_s
+        self.awaiting: dict[int, Any] = {}
+        self.slots: dict[int, int] = {}
+        self.shadow: dict[int, int] = {}
+        self.shadow_chunks = 0
+        self.load: LoadReport | None = None
+        self.load_s = float("-inf")
+        self.resync_attempt = 0
+        self.resync_running = False
+        self.drained = False
+        self.drain_revision = -1
+        self.breaker_open = False
+        self.blacklisted_until_s = float("-inf")
+        self.blacklist_revision = -1
+
+    @property
+    def draining(self) -> bool:
+        """Whether it should get no new requests, by its own word or an operator's."""
+        return self.drained or self.record.state != "ready"
+
+
+class Fleet:
+    """Instances by id and by row, with the masks that filters read.
+
+    Attributes:
+        healthy: (rows,) bool; see the module's theory of operation.
+        ready: (rows,) bool, likewise.
+        allowed: (rows,) bool, likewise.
+        trusted: (rows,) bool, likewise.
+        slots: (tiers, rows) int64, index slot of a tier's block set; -1 where there is none.
+        tiers: how many tiers any instance has had.
+        rows: the instances by row, as a tuple that decisions may keep.
+        instances_max: bound on the rows.
+        refused: instances that the bound kept out.
+    """
+
+    def __init__(self, instances_max: int = 4096, tiers_max: int = 3) -> None:
+        self.instances_max = instances_max
+        self.tiers = 1
+        self.rows: tuple[Instance, ...] = ()
+        self.refused = 0
+        self._by_id: dict[str, Instance] = {}
+        self._by_row: list[Instance] = []
+        self._healthy: NDArray[np.bool_] = np.zeros(16, np.bool_)
+        self._ready: NDArray[np.bool_] = np.zeros(16, np.bool_)
+        self._allowed: NDArray[np.bool_] = np.zeros(16, np.bool_)
+        self._trusted: NDArray[np.bool_] = np.zeros(16, np.bool_)
+        self._slots: NDArray[np.int64] = np.full((tiers_max, 16), -1, np.int64)
+        self._capable: dict[str, NDArray[np.bool_]] = {}
+        self._views()
+
+    def __len__(self) -> int:
+        return len(self._by_row)
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._by_row)
+
+    def get(self, instance_id: str) -> Instance | None:
+        """Return an instance by id."""
+        return self._by_id.get(instance_id)
+
+    def at(self, row: int) -> Instance:
+        """Return the instance of a row."""
+        return self._by_row[row]
+
+    def add(self, record: InstanceRecord, now_s: float) -> Instance | None:
+        """Give a new instance a row; None if the fleet is at its bound."""
+        if len(self) >= self.instances_max:
+            self.refused += 1
+            return None
+        instance = Instance(record, len(self), now_s)
+        self._by_row.append(instance)
+        self._by_id[record.instance_id] = instance
+        self._views()
+        self.refresh(instance, now_s)
+        return instance
+
+    def remove(self, instance: Instance, now_s: float) -> Instance | None:
+        """Free an instance's row; returns the instance that moved into it, if one did."""
+        del self._by_id[instance.record.instance_id]
+        last = self._by_row.pop()
+        self._views()
+        if last is instance:
+            return None
+        last.row = instance.row
+        self._by_row[last.row] = last
+        self._views()
+        self.refresh(last, now_s)
+        return last
+
+    def refresh(self, instance: Instance, now_s: float) -> None:
+        """Write what an instance's facts mean into the masks. Call after changing any of them."""
+        row = instance.row
+        self.healthy[row] = not instance.breaker_open
+        self.ready[row] = not instance.draining
+        self.allowed[row] = now_s >= instance.blacklisted_until_s
+        self.trusted[row] = instance.trust is not Trust.STALE
+        for tier in range(self.tiers):
+            self._slots[tier, row] = -1
+        for tier, slot in instance.slots.items():
+            self.tiers = max(self.tiers, tier + 1)
+            self._slots[tier, row] = slot
+
+    def capable(self, lora: str | None) -> NDArray[np.bool_] | None:
+        """Return (rows,) who can serve an adapter; None where none is asked for."""
+        if lora is None:
+            return None
+        mask = self._capable.get(lora)
+        if mask is None:
+            mask = np.array([lora in instance.record.loras for instance in self._by_row], np.bool_)
+            if len(self._capable) >= 1024:
+                self._capable.clear()
+            self._capable[lora] = mask
+        return mask
+
+    def records_changed(self) -> None:
+        """Forget what was derived from records. Call after replacing one."""
+        self._capable.clear()
+
+    def _views(self) -> None:
+        """Cut the arrays to the rows in use, after growing what is under them."""
+        rows = len(self)
+        if rows > len(self._healthy):
+            self._healthy = np.pad(self._healthy, (0, rows))
+            self._ready = np.pad(self._ready, (0, rows))
+            self._allowed = np.pad(self._allowed, (0, rows))
+            self._trusted = np.pad(self._trusted, (0, rows))
+            self._slots = np.pad(self._slots, ((0, 0), (0, rows)), constant_values=-1)
+        self.healthy = self._healthy[:rows]
+        self.ready = self._ready[:rows]
+        self.allowed = self._allowed[:rows]
+        self.trusted = self._trusted[:rows]
+        self.slots = self._slots[:, :rows]
+        self.rows = tuple(self._by_row)
+        self._capable.clear()

@@ -1,0 +1,241 @@
+"""From block streams and snapshots to the index: every instance's set is kept equal to the truth.
+
+Theory of operation. `stream.StreamFollower` says which batches to apply and when a snapshot is
+needed; this module applies them and checks, after each batch, the count and digest that the sidecar
+sent along: a set that differs in any block is found at once and resynced.
+
+A snapshot fills *shadow* slots that no decision sees, chunk by chunk, so that none of its steps
+holds up requests; once whole and verified it replaces the old slots in one step. Old slots are
+masked at once and swept later (`PrefixIndex.sweep`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import msgspec
+
+from controlplane.core.effects import Alarm, Effect, FetchSnapshot, Note
+from controlplane.core.fleet import Fleet, Instance
+from controlplane.core.index import PrefixIndex
+from controlplane.core.stream import Step, Trust
+from schemas.bus import KvBatch, KvCleared, KvStored, SnapshotChunk
+
+
+class IntakeConfig(msgspec.Struct, frozen=True):
+    """How eagerly block sets are resynced.
+
+    Attributes:
+        first_delay_s_max: a first snapshot is asked for after a random part of this, so that many
+            routers, or one router with many instances, do not ask at the same moment.
+        retry_s: wait before the second try; doubles with each further one.
+        retry_s_max: longest wait between tries.
+        tiers_max: memory tiers an instance may have; blocks of further ones are ignored.
+    """
+
+    first_delay_s_max: float = 0.1
+    retry_s: float = 0.2
+    retry_s_max: float = 10.0
+    tiers_max: int = 3
+
+
+class BlockIntake:
+    """Applies what sidecars publish to the index.
+
+    Attributes:
+        counts: how often each thing happened, by name: batches, blocks_stored, blocks_removed,
+            resyncs, snapshots, digest_mismatch, slots_full, slot_full, index_full, snapshot_failed,
+            snapshot_outdated.
+    """
+
+    def __init__(
+        self, model: str, fleet: Fleet, index: PrefixIndex, config: IntakeConfig, rng: random.Random
+    ) -> None:
+        self.model = model
+        self.fleet = fleet
+        self.index = index
+        self.config = config
+        self.counts: Counter[str] = Counter()
+        self._rng = rng
+
+    # --- live batches
+
+    def batch(self, instance: Instance, batch: KvBatch, now_s: float) -> list[Effect]:
+        """Take one batch of an instance's block stream."""
+        self.counts["batches"] += 1
+        instance.heard_s = now_s
+        return self._follow(instance, instance.follower.receive(batch), now_s)
+
+    def _follow(self, instance: Instance, step: Step, now_s: float) -> list[Effect]:
+        if step.restart:
+            self._release(instance)
+        lost = step.lost
+        for batch in step.apply:
+            wrong = self._apply(instance, batch)
+            if wrong:
+                instance.follower.distrust()
+                lost = wrong
+                break
+        self.fleet.refresh(instance, now_s)
+        effects: list[Effect] = self._ask(instance, lost) if lost else []
+        effects += self.settle(instance, now_s)
+        return effects
+
+    def _apply(self, instance: Instance, batch: KvBatch) -> str:
+        """Change the index as a batch says; returns what is wrong, empty if nothing is."""
+        for op in batch.ops:
+            if isinstance(op, KvCleared):
+                self._release(instance)
+                continue
+            if op.tier >= self.config.tiers_max:
+                continue
+            if not isinstance(op, KvStored):
+                slot = instance.slots.get(op.tier)
+                if slot is not None:
+                    self.index.remove(slot, op.hashes)
+                    self.counts["blocks_removed"] += len(op.hashes) // 8
+                continue
+            wrong = self._store(instance.slots, op.tier, op.hashes, live=True)
+            if wrong:
+                return wrong
+        if self._sums(instance.slots) != (batch.count, batch.digest):
+            self.counts["digest_mismatch"] += 1
+            return f"the block set differs from the sidecar's at seq {batch.seq}"
+        return ""
+
+    def _store(self, slots: dict[int, int], tier: int, hashes: bytes, *, live: bool) -> str:
+        """Add blocks to the set in `slots`; returns what is wrong, empty if nothing is."""
+        slot = slots.get(tier)
+        if slot is None:
+            slot = self.index.acquire_slot()
+            if slot is None:
+                self.counts["slots_full"] += 1
+                return "the index has no free slot"
+            slots[tier] = slot
+            if live:
+                self.index.publish_slot(slot)
+        refusal = self.index.store(slot, hashes)
+        if refusal is not None:
+            self.counts[refusal] += 1
+            return f"the index refused blocks: {refusal}"
+        self.counts["blocks_stored"] += len(hashes) // 8
+        return ""
+
+    def _sums(self, slots: dict[int, int]) -> tuple[int, int]:
+        """Return (count, digest) over the tiers of one set, as sidecars compute them."""
+        count = digest = 0
+        for slot in slots.values():
+            count += self.index.count(slot)
+            digest ^= self.index.digest(slot)
+        return count, digest
+
+    def _release(self, instance: Instance) -> None:
+        for slot in instance.slots.values():
+            self.index.release_slot(slot)
+        instance.slots = {}
+
+    # --- snapshots
+
+    def _ask(self, instance: Instance, reason: str) -> list[Effect]:
+        """Ask for a snapshot, unless one is on its way."""
+        if instance.resync_running:
+            return []
+        instance.resync_running = True
+        instance.resync_attempt += 1
+        self.counts["resyncs"] += 1
+        if instance.resync_attempt == 1:
+            delay_s = self._rng.uniform(0.0, self.config.first_delay_s_max)
+        else:
+            longest_s = self.config.retry_s * 2.0 ** min(instance.resync_attempt - 2, 16)
+            delay_s = min(longest_s, self.config.retry_s_max) * self._rng.uniform(0.5, 1.0)
+        return [
+            FetchSnapshot(
+                self.model, instance.record.instance_id, delay_s, instance.resync_attempt, reason
+            )
+        ]
+
+    def join(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Begin with an instance that has just become known: its set may be old and large."""
+        if not instance.record.kv_events:
+            return self.settle(instance, now_s)
+        return self._ask(instance, "joined")
+
+    def resync(self, instance: Instance, reason: str) -> list[Effect]:
+        """Ask for a snapshot of a set that may have missed something, such as after an outage."""
+        if not instance.record.kv_events:
+            return []
+        instance.follower.distrust()
+        instance.trust = Trust.RESYNCING
+        return self._ask(instance, reason)
+
+    def chunk(self, instance: Instance, chunk: SnapshotChunk, now_s: float) -> list[Effect]:
+        """Take one part of a snapshot that was asked for; the last one replaces the old set."""
+        if not instance.resync_running:
+            return []
+        instance.heard_s = now_s
+        if chunk.index == 0:
+            self._drop_shadow(instance)
+        if chunk.index != instance.shadow_chunks:
+            return self.failed(instance, f"chunk {instance.shadow_chunks} is missing", now_s)
+        instance.shadow_chunks += 1
+        if chunk.hashes and chunk.tier < self.config.tiers_max:
+            wrong = self._store(instance.shadow, chunk.tier, chunk.hashes, live=False)
+            if wrong:
+                return self.failed(instance, wrong, now_s)
+        if chunk.index + 1 < chunk.chunks:
+            return []
+        return self._complete(instance, chunk, now_s)
+
+    def _complete(self, instance: Instance, last: SnapshotChunk, now_s: float) -> list[Effect]:
+        """Replace the applied set by a snapshot whose last chunk has come."""
+        if self._sums(instance.shadow) != (last.count, last.digest):
+            self.counts["digest_mismatch"] += 1
+            return self.failed(instance, "the snapshot differs from its own digest", now_s)
+        follower = instance.follower
+        instance.resync_running = False
+        if follower.outdated(last.epoch, last.seq):
+            self.counts["snapshot_outdated"] += 1
+            self._drop_shadow(instance)
+            return [] if follower.exact else self._ask(instance, "the snapshot came too late")
+        self.counts["snapshots"] += 1
+        self._release(instance)
+        instance.slots, instance.shadow, instance.shadow_chunks = instance.shadow, {}, 0
+        for slot in instance.slots.values():
+            self.index.publish_slot(slot)
+        return self._follow(instance, follower.snapshot(last.epoch, last.seq), now_s)
+
+    def failed(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:
+        """Give up on a snapshot, and try again later if one is still needed."""
+        self.counts["snapshot_failed"] += 1
+        instance.resync_running = False
+        self._drop_shadow(instance)
+        effects: list[Effect] = [Alarm("snapshot_failed", instance.record.instance_id, reason)]
+        if not instance.follower.exact:
+            effects += self._ask(instance, reason)
+        return effects + self.settle(instance, now_s)
+
+    def _drop_shadow(self, instance: Instance) -> None:
+        for slot in instance.shadow.values():
+            self.index.release_slot(slot)
+        instance.shadow, instance.shadow_chunks = {}, 0
+
+    # --- trust and departure
+
+    def settle(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Let an instance's trust follow from its stream, now that it was heard of."""
+        exact = instance.follower.exact or not instance.record.kv_events
+        trust = Trust.EXACT if exact else Trust.RESYNCING
+        if trust is Trust.EXACT:
+            instance.resync_attempt = 0
+        if trust is instance.trust:
+            return []
+        instance.trust = trust
+        self.fleet.refresh(instance, now_s)
+        return [Note("trust", instance.record.instance_id, f"block set is {trust}")]
+
+    def leave(self, instance: Instance) -> None:
+        """Drop everything that an instance that departed has in the index."""
+        self._release(instance)
+        self._drop_shadow(instance)
+        instance.resync_running = False

@@ -1,0 +1,308 @@
+"""The plane of one model: everything a router knows of it, and the decisions it makes.
+
+Theory of operation. Bus messages and local events come in through `handle`, which returns effects;
+requests come in through `decide`. Nothing here waits, reads a clock or talks to anybody: the
+router, the simulator and the tests drive the same object.
+
+The parts: `fleet` (instances and rows), `intake` (block streams into `index`), `ledger` (load),
+`verdicts` (hotspots, overrides), `requests` (the request path), `outbox` (what this router tells
+the others, taken every few milliseconds).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from controlplane.core.dispatch import Dispatcher
+from controlplane.core.effects import Alarm, Effect, Note
+from controlplane.core.events import (
+    BreakerState,
+    BusState,
+    Event,
+    InstanceGone,
+    SnapshotFailed,
+    Tick,
+)
+from controlplane.core.fleet import Fleet, Instance
+from controlplane.core.index import PrefixIndex
+from controlplane.core.intake import BlockIntake, IntakeConfig
+from controlplane.core.load import Ledger, LoadConfig
+from controlplane.core.outbox import Outbox
+from controlplane.core.policies import make_policy
+from controlplane.core.stream import Trust
+from controlplane.core.verdicts import Verdicts
+from schemas.bus import (
+    Blacklist,
+    Drain,
+    HotspotCleared,
+    HotspotRaised,
+    InstanceRecord,
+    KvBatch,
+    LoadReport,
+    PolicyOverride,
+    RouteBatch,
+    RouterLease,
+    RouterTotals,
+    SnapshotChunk,
+)
+
+
+class PlaneConfig(msgspec.Struct, frozen=True):
+    """How a plane behaves.
+
+    Attributes:
+        policy: name of the policy when nothing overrides it.
+        policy_parameters: of that policy, by name.
+        stale_s: silence after which an instance's block set no longer counts.
+        departed_s: silence after which an instance has departed, while the bus is up.
+        blind_s: with every instance stale for this long, even load is unknown: round robin.
+        batch_cap: largest batch of an instance; None for no cap.
+        totals_every_s: how often `RouterTotals` are published.
+        sweep_blocks: departed blocks swept a tick.
+        route_events_max: route events kept for the next batch; the oldest go beyond it.
+        tier_credit: what a hit token is worth, by memory tier.
+        audit_candidates: share of decisions whose candidates are recorded in full, 0 to 1.
+    """
+
+    policy: str = "multiplicative"
+    policy_parameters: dict[str, float] = {}
+    stale_s: float = 5.0
+    departed_s: float = 30.0
+    blind_s: float = 60.0
+    batch_cap: int | None = None
+    totals_every_s: float = 0.25
+    sweep_blocks: int = 20_000
+    route_events_max: int = 10_000
+    tier_credit: tuple[float, ...] = (1.0, 0.75, 0.5)
+    audit_candidates: float = 1.0
+    instances_max: int = 4096
+    intake: IntakeConfig = IntakeConfig()
+    load: LoadConfig = LoadConfig()
+
+
+class Plane:
+    """The state of one model at one router."""
+
+    def __init__(
+        self,
+        model: str,
+        router_id: str,
+        epoch: int,
+        config: PlaneConfig = PlaneConfig(),  # noqa: B008
+        rng: random.Random | None = None,
+    ) -> None:
+        self.model = model
+        self.router_id = router_id
+        self.config = config
+        self.fleet = Fleet(config.instances_max, config.intake.tiers_max)
+        self.ledger = Ledger(router_id, config.load)
+        self.index = PrefixIndex()
+        rng = rng or random.Random(epoch)
+        self.intake = BlockIntake(model, self.fleet, self.index, config.intake, rng)
+        self.verdicts = Verdicts()
+        self.bus_connected = True
+        self.counts: Counter[str] = Counter()
+        self.outbox = Outbox(router_id, epoch, config.route_events_max)
+        self.requests = Dispatcher(
+            fleet=self.fleet,
+            ledger=self.ledger,
+            index=self.index,
+            verdicts=self.verdicts,
+            outbox=self.outbox,
+            policy=make_policy(config.policy, **config.policy_parameters),
+            batch_cap=config.batch_cap,
+            blind_s=config.blind_s,
+            tier_credit=config.tier_credit,
+            audit_candidates=config.audit_candidates,
+            rng=rng,
+        )
+        self._totals_due_s = float("-inf")
+        self._on: dict[type, Callable[[Any, float], list[Effect]]] = {
+            InstanceRecord: self._record,
+            InstanceGone: self._gone,
+            KvBatch: self._kv,
+            SnapshotChunk: self._chunk,
+            SnapshotFailed: self._snapshot_failed,
+            LoadReport: self._load,
+            RouteBatch: self._route,
+            RouterLease: self._lease,
+            HotspotRaised: self._hotspot_raised,
+            HotspotCleared: self._hotspot_cleared,
+            PolicyOverride: self._policy_override,
+            Drain: self._drain,
+            Blacklist: self._blacklist,
+            BusState: self._bus_state,
+            BreakerState: self._breaker,
+            Tick: self._tick,
+        }
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Take one event; returns what the surroundings have to do about it."""
+        return self._on[type(event)](event, now_s)
+
+    # --- instances come and go
+
+    def _record(self, record: InstanceRecord, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(record.instance_id)
+        if record.state == "stopped":
+            return [] if instance is None else self._leave(instance, "stopped", now_s)
+        if instance is None:
+            instance = self.fleet.add(record, now_s)
+            if instance is None:
+                return [Alarm("fleet_full", record.instance_id, "the fleet is at its bound")]
+            self.ledger.assign_row(record.instance_id, instance.row)
+            joined = Note("joined", record.instance_id, f"{record.url} is {record.state}")
+            return [joined, *self.intake.join(instance, now_s)]
+        changed = instance.record.state != record.state
+        instance.record = record
+        instance.heard_s = now_s
+        self.fleet.records_changed()
+        self.fleet.refresh(instance, now_s)
+        effects: list[Effect] = self.intake.settle(instance, now_s)
+        if changed:
+            effects.append(Note("state", record.instance_id, f"is {record.state}"))
+        return effects
+
+    def _gone(self, event: InstanceGone, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(event.instance_id)
+        return [] if instance is None else self._leave(instance, "its record was deleted", now_s)
+
+    def _leave(self, instance: Instance, why: str, now_s: float) -> list[Effect]:
+        self.intake.leave(instance)
+        self.ledger.drop_row(instance.record.instance_id)
+        moved = self.fleet.remove(instance, now_s)
+        if moved is not None:
+            self.ledger.assign_row(moved.record.instance_id, moved.row)
+        return [Note("left", instance.record.instance_id, why)]
+
+    # --- what sidecars say
+
+    def _kv(self, batch: KvBatch, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(batch.instance_id)
+        if instance is None:
+            self.counts["kv_of_unknown_instance"] += 1
+            return []
+        effects = self.intake.batch(instance, batch, now_s)
+        if instance.awaiting and batch.ops:
+            self.requests.progress(instance)
+        return effects
+
+    def _chunk(self, chunk: SnapshotChunk, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(chunk.instance_id)
+        return [] if instance is None else self.intake.chunk(instance, chunk, now_s)
+
+    def _snapshot_failed(self, event: SnapshotFailed, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(event.instance_id)
+        return [] if instance is None else self.intake.failed(instance, event.reason, now_s)
+
+    def _load(self, report: LoadReport, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(report.instance_id)
+        if instance is None:
+            return []
+        instance.load = report
+        instance.load_s = now_s
+        requests = max(report.running + report.waiting, report.server_load or 0)
+        self.ledger.engine_count(report.instance_id, requests, now_s)
+        return []
+
+    # --- what other routers say
+
+    def _route(self, batch: RouteBatch, now_s: float) -> list[Effect]:
+        self.ledger.peer_message(batch, now_s)
+        return []
+
+    def _lease(self, lease: RouterLease, now_s: float) -> list[Effect]:
+        return []
+
+    # --- what detectors and operators say
+
+    def _hotspot_raised(self, verdict: HotspotRaised, now_s: float) -> list[Effect]:
+        if not self.verdicts.raised(verdict, now_s):
+            return []
+        return [Note("hotspot_raised", ",".join(verdict.instances), verdict.reason)]
+
+    def _hotspot_cleared(self, verdict: HotspotCleared, now_s: float) -> list[Effect]:
+        if not self.verdicts.cleared(verdict):
+            return []
+        return [Note("hotspot_cleared", "", verdict.reason)]
+
+    def _policy_override(self, message: PolicyOverride, now_s: float) -> list[Effect]:
+        if not self.verdicts.override(message, now_s):
+            return []
+        text = f"{message.policy or 'configured policy'}: {message.reason}"
+        return [Note("policy", "", text)]
+
+    def _drain(self, message: Drain, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(message.instance_id)
+        if instance is None or message.revision <= instance.drain_revision:
+            return []
+        instance.drain_revision = message.revision
+        instance.drained = message.on
+        self.fleet.refresh(instance, now_s)
+        return [Note("drain", message.instance_id, "on" if message.on else "off")]
+
+    def _blacklist(self, message: Blacklist, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(message.instance_id)
+        if instance is None or message.revision <= instance.blacklist_revision:
+            return []
+        instance.blacklist_revision = message.revision
+        ttl_s = float("inf") if message.ttl_s is None else message.ttl_s
+        instance.blacklisted_until_s = now_s + ttl_s if message.on else float("-inf")
+        self.fleet.refresh(instance, now_s)
+        return [Note("blacklist", message.instance_id, "on" if message.on else "off")]
+
+    # --- what happens here
+
+    def _bus_state(self, event: BusState, now_s: float) -> list[Effect]:
+        """After an outage every stream may have lost something: resync, spread over time."""
+        was_connected, self.bus_connected = self.bus_connected, event.connected
+        if not event.connected or was_connected:
+            return []
+        effects: list[Effect] = []
+        for instance in self.fleet:
+            instance.heard_s = now_s
+            effects += self.intake.resync(instance, "the bus is back")
+        return effects
+
+    def _breaker(self, event: BreakerState, now_s: float) -> list[Effect]:
+        instance = self.fleet.get(event.instance_id)
+        if instance is None or instance.breaker_open == event.open:
+            return []
+        instance.breaker_open = event.open
+        self.fleet.refresh(instance, now_s)
+        return [Note("breaker", event.instance_id, "open" if event.open else "closed")]
+
+    def _tick(self, _: Tick, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for instance in list(self.fleet):
+            effects += self._age(instance, now_s)
+        effects += [
+            Note("router_silent", router_id, "its bookings no longer count")
+            for router_id in self.ledger.expire_peers(now_s)
+        ]
+        self.verdicts.expire(now_s)
+        self.index.sweep(self.config.sweep_blocks)
+        if now_s >= self._totals_due_s:
+            self._totals_due_s = now_s + self.config.totals_every_s
+            self.outbox.add(RouterTotals(self.ledger.own_totals()))
+        return effects
+
+    def _age(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Let an instance grow stale, and depart, by its silence."""
+        silent_s = now_s - instance.heard_s
+        instance_id = instance.record.instance_id
+        if silent_s > self.config.departed_s and self.bus_connected:
+            return self._leave(instance, f"silent for {silent_s:.0f} s", now_s)
+        if now_s - instance.load_s > self.config.stale_s:
+            self.ledger.forget_engine(instance_id)
+        effects: list[Effect] = []
+        if silent_s > self.config.stale_s and instance.trust is not Trust.STALE:
+            instance.trust = Trust.STALE
+            effects.append(Note("trust", instance_id, f"block set is {Trust.STALE}"))
+        self.fleet.refresh(instance, now_s)
+        return effects
