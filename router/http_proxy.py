@@ -1,0 +1,416 @@
+"""A client's exchange joined to an engine's call: bytes through, retries, one end.
+
+Theory of operation. `Forwarder.forward` builds the engine's request head once and sends the request
+to the instance it is given. The answer's head is held until the first byte of the body (or the end
+of an empty one): nothing has reached the client before that, so whatever goes wrong can still be
+made good elsewhere. From the first byte on, bytes pass through as they come.
+
+    what went wrong, and when                            what follows
+    before the first byte: POOL_FULL, CONNECT_FAILED,    `next_upstream(attempt, reason)`:
+      RESET_…, FIRST_BYTE_TIMEOUT, a 5xx head              a key → sent there;
+                                                           None → the 5xx passes through, or 502/503
+    before the first byte: BAD_RESPONSE                  502
+    after it: STALLED, RESET_MID_STREAM, BAD_RESPONSE    the client's connection ends visibly
+    4xx, at any time                                     passes through
+    the client leaves, at any time                       the call is cancelled at once
+
+`next_upstream` is asked with attempt 1 and 2 for a retry, and with attempt 3 for the fallback, the
+last instance that will be tried. `Observer` hears of each attempt's end, of the first byte, and,
+exactly once whatever happens, of the request's end, in that order and always last.
+
+A response is framed for the client as the engine framed it, except that an HTTP/1.0 client, which
+knows no chunks, gets their content and the connection's end. A body that only the engine's
+connection ends is ended by the client's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, Protocol
+
+from router.http_chunks import ChunkScanner
+from router.http_exchange import connection_line, status_line
+from router.http_head import HOP_BY_HOP, ResponseHead, hop_by_hop
+from router.upstream_connection import ErrorKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from router.http_exchange import Exchange
+    from router.upstream import UpstreamCall, UpstreamPool
+
+logger = logging.getLogger(__name__)
+
+RETRIES_MAX: Final = 2
+TAIL_BYTES_MAX: Final = 4096
+RETRY_AFTER_S: Final = 1.0
+
+# Written anew for what is really sent: the framing, and what the pool and the server add.
+_REQUEST_DROPS: Final = frozenset({b"host", b"content-length", b"expect", b"x-request-id"})
+_RESPONSE_DROPS: Final = frozenset({b"content-length", b"x-accel-buffering"})
+_HOP_AND_REQUEST_DROPS: Final = HOP_BY_HOP | _REQUEST_DROPS
+_HOP_AND_RESPONSE_DROPS: Final = HOP_BY_HOP | _RESPONSE_DROPS
+
+_METHODS_WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
+
+_CHUNK_LINE: Final = re.compile(rb"(?:^|\r\n)[0-9A-Fa-f]{1,15}(?:;[^\r\n]*)?\r\n")
+
+
+class Outcome(StrEnum):
+    """How an attempt, or a request, ended."""
+
+    COMPLETED = "completed"  # the answer passed through whole, whatever its status
+    CLIENT_GONE = "client_gone"
+    STATUS_5XX = "status_5xx"  # of an attempt that was given up for another
+    POOL_FULL = ErrorKind.POOL_FULL.value
+    CONNECT_FAILED = ErrorKind.CONNECT_FAILED.value
+    RESET_BEFORE_FIRST_BYTE = ErrorKind.RESET_BEFORE_FIRST_BYTE.value
+    FIRST_BYTE_TIMEOUT = ErrorKind.FIRST_BYTE_TIMEOUT.value
+    STALLED = ErrorKind.STALLED.value
+    RESET_MID_STREAM = ErrorKind.RESET_MID_STREAM.value
+    BAD_RESPONSE = ErrorKind.BAD_RESPONSE.value
+
+
+RETRYABLE: Final = frozenset(
+    {
+        Outcome.POOL_FULL,
+        Outcome.CONNECT_FAILED,
+        Outcome.RESET_BEFORE_FIRST_BYTE,
+        Outcome.FIRST_BYTE_TIMEOUT,
+        Outcome.STATUS_5XX,
+    }
+)
+
+
+# What a client is told when nothing else can be tried.
+_ANSWERS: Final[dict[Outcome, tuple[int, str]]] = {
+    Outcome.POOL_FULL: (503, "the chosen instance has no connection to spare; retry later"),
+    Outcome.CONNECT_FAILED: (502, "no instance could be reached; retry later"),
+    Outcome.RESET_BEFORE_FIRST_BYTE: (502, "the instance dropped the request; retry later"),
+    Outcome.FIRST_BYTE_TIMEOUT: (502, "the instance did not answer in time; retry later"),
+    Outcome.BAD_RESPONSE: (502, "the instance answered with something that is not HTTP"),
+}
+
+
+class Observer(Protocol):
+    """Whoever keeps the books of a request; all times are on the monotonic clock."""
+
+    def on_first_byte(self, now_s: float) -> None:
+        """The first byte of the answer's body has come: prefill is done."""
+
+    def on_attempt_end(self, key: Hashable, outcome: Outcome, status: int, now_s: float) -> None:
+        """The attempt at `key` is over: release what was booked there. Once for each attempt.
+
+        Args:
+            key: the instance.
+            outcome: how it ended.
+            status: of the engine's answer; 0 if none came.
+            now_s: when.
+        """
+
+    def on_end(
+        self, outcome: Outcome, status: int, body_bytes: int, now_s: float, usage_tail: bytes
+    ) -> None:
+        """The request is over. Exactly once, and last.
+
+        Args:
+            outcome: how it ended.
+            status: what the client was answered with; 0 if nothing reached it.
+            body_bytes: body bytes passed on, framing included.
+            now_s: when.
+            usage_tail: the body's last bytes, at most `TAIL_BYTES_MAX`, chunk framing removed.
+        """
+
+
+class Forwarder:
+    """Sends exchanges to instances.
+
+    Args:
+        pool: the connections to the instances.
+        retries_max: instances tried after the first, before the fallback.
+        dropped_headers: request headers that clients may not send to engines, in lower case.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        pool: UpstreamPool,
+        *,
+        retries_max: int = RETRIES_MAX,
+        dropped_headers: frozenset[bytes] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = pool
+        self.retries_max = retries_max
+        self.dropped_headers = dropped_headers
+        self.clock = clock
+
+    def forward(
+        self,
+        exchange: Exchange,
+        key: Hashable,
+        next_upstream: Callable[[int, Outcome], Hashable | None],
+        observer: Observer,
+        *,
+        body: bytes | None = None,
+        request_lines: bytes = b"",
+        response_lines: bytes = b"",
+        first_byte_s: float | None = None,
+    ) -> None:
+        r"""Send `exchange` to the instance `key`, and see it through.
+
+        Args:
+            exchange: an open one; if its client is gone already, this ends at once.
+            key: the first instance to try.
+            next_upstream: asked for another instance as the module says, given the attempt's
+                number and why the last one failed; None gives up.
+            observer: see `Observer`.
+            body: in place of the client's.
+            request_lines: header lines to add for the engine, each with its `\r\n`.
+            response_lines: header lines to add for the client, the same.
+            first_byte_s: in place of the pool's limit.
+        """
+        forward = _Forward(self, exchange, next_upstream, observer)
+        forward.body = exchange.body if body is None else body
+        forward.head = self._request_head(exchange, len(forward.body), request_lines)
+        forward.response_lines = response_lines
+        forward.first_byte_s = first_byte_s
+        forward.begin(key)
+
+    def _request_head(self, exchange: Exchange, body_bytes: int, lines: bytes) -> bytes:
+        """Return the request line and header lines for the engine, Host left to the pool."""
+        head = exchange.head
+        drops: frozenset[bytes] | set[bytes] = _HOP_AND_REQUEST_DROPS
+        if b"connection" in head.fields or self.dropped_headers:
+            drops = hop_by_hop(head) | _REQUEST_DROPS | self.dropped_headers
+        parts = [b"%b %b HTTP/1.1\r\n" % (head.method, head.target)]
+        parts += [b"%b: %b\r\n" % line for line in head.headers if line[0] not in drops]
+        if body_bytes or head.method in _METHODS_WITH_BODY:
+            parts.append(b"content-length: %d\r\n" % body_bytes)
+        parts.append(b"x-request-id: %b\r\n%b" % (exchange.request_id, lines))
+        return b"".join(parts)
+
+
+class _Forward:
+    """One exchange on its way: the sink of its calls, the flow of its exchange.
+
+    Attributes:
+        head, body: the request for the engine.
+        response_lines: header lines to add for the client.
+        first_byte_s: in place of the pool's limit.
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_body_bytes",
+        "_call",
+        "_ended",
+        "_exchange",
+        "_forwarder",
+        "_framed",
+        "_key",
+        "_next_upstream",
+        "_observer",
+        "_response",
+        "_scanner",
+        "_started",
+        "_tail",
+        "body",
+        "first_byte_s",
+        "head",
+        "response_lines",
+    )
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        exchange: Exchange,
+        next_upstream: Callable[[int, Outcome], Hashable | None],
+        observer: Observer,
+    ) -> None:
+        self._forwarder = forwarder
+        self._exchange = exchange
+        self._next_upstream = next_upstream
+        self._observer = observer
+        self._key: Hashable = None
+        self._call: UpstreamCall | None = None
+        self._attempt = 0
+        self._response: ResponseHead | None = None
+        self._scanner: ChunkScanner | None = None  # when chunks must be taken apart
+        self._started = False
+        self._framed = True
+        self._ended = False
+        self._body_bytes = 0
+        self._tail = b""
+        self.head = b""
+        self.body = b""
+        self.response_lines = b""
+        self.first_byte_s: float | None = None
+
+    def begin(self, key: Hashable) -> None:
+        """Send the request to its first instance, unless the client has left."""
+        self._key = key
+        self._exchange.on_client_gone(self._client_gone)
+        if not self._ended:
+            self._exchange.set_flow(self)
+            self._send(key)
+
+    # Called by the exchange.
+
+    def pause(self) -> None:
+        """Take nothing from the engine while the client is behind."""
+        if self._call is not None:
+            self._call.pause()
+
+    def resume(self) -> None:
+        """Take from the engine again."""
+        if self._call is not None:
+            self._call.resume()
+
+    def _client_gone(self) -> None:
+        """Stop the engine's work at once."""
+        if self._call is not None:
+            self._call.cancel()
+        self._end(Outcome.CLIENT_GONE)
+
+    # Called by the call.
+
+    def on_response_head(self, head: ResponseHead) -> None:
+        """Hold the head until the first byte; try elsewhere if it tells of a failure."""
+        self._response = head
+        if head.status >= 500 and self._retry(Outcome.STATUS_5XX):
+            return
+        if head.chunked and not self._exchange.head.http11:
+            self._scanner = ChunkScanner()
+
+    def on_data(self, data: bytes) -> None:
+        """Pass bytes of the body on to the client."""
+        if self._scanner is not None:
+            content: list[bytes] = []
+            self._scanner.feed(data, content)
+            data = b"".join(content)
+        self._body_bytes += len(data)
+        self._tail = (self._tail + data[-TAIL_BYTES_MAX:])[-TAIL_BYTES_MAX:]
+        if self._started:
+            self._exchange.write(data)
+        else:
+            self._start(data)
+            self._tell(self._observer.on_first_byte, self._forwarder.clock())
+
+    def on_end(self) -> None:
+        """Complete the client's answer."""
+        if not self._started:
+            self._start(b"")
+        self._end(Outcome.COMPLETED)
+        self._exchange.finish(self._exchange.keep_alive and self._framed)
+
+    def on_error(self, kind: ErrorKind) -> None:
+        """Try elsewhere if nothing has reached the client, else let it see the break."""
+        outcome = Outcome(kind)
+        if self._started:
+            self._end(outcome)
+            self._exchange.abort(reset=not self._framed)
+        elif outcome not in RETRYABLE or not self._retry(outcome):
+            status, message = _ANSWERS[outcome]
+            self._end(outcome, status)
+            self._exchange.respond_error(
+                status, "server_error", message, code=outcome.value, retry_after_s=RETRY_AFTER_S
+            )
+
+    # Attempts, and the end.
+
+    def _send(self, key: Hashable) -> None:
+        """Begin an attempt."""
+        self._key = key
+        self._response = None
+        self._call = self._forwarder.pool.send(
+            key,
+            self.head,
+            self.body,
+            self,
+            bodiless=self._exchange.head.method == b"HEAD",
+            first_byte_s=self.first_byte_s,
+        )
+
+    def _retry(self, reason: Outcome) -> bool:
+        """Go on to another instance if there is one to be tried; say whether there is."""
+        self._attempt += 1
+        if self._attempt > self._forwarder.retries_max + 1:
+            return False
+        try:
+            key = self._next_upstream(self._attempt, reason)
+        except Exception:
+            logger.exception("choosing another instance failed")
+            return False
+        if key is None:
+            return False
+        if self._call is not None:
+            self._call.cancel()
+        self._end_attempt(reason)
+        self._send(key)
+        return True
+
+    def _end_attempt(self, outcome: Outcome) -> None:
+        """Report the present attempt's end."""
+        status = self._response.status if self._response is not None else 0
+        now_s = self._forwarder.clock()
+        self._tell(self._observer.on_attempt_end, self._key, outcome, status, now_s)
+
+    def _end(self, outcome: Outcome, status: int | None = None) -> None:
+        """Report the end of the request and of its last attempt; once."""
+        if self._ended:
+            return
+        self._ended = True
+        self._call = None
+        self._end_attempt(outcome)
+        response = self._response
+        if status is None:
+            status = response.status if response is not None and self._started else 0
+        tail = self._tail
+        if response is not None and response.chunked and self._scanner is None:
+            tail = _CHUNK_LINE.sub(b"", tail)
+        now_s = self._forwarder.clock()
+        self._tell(self._observer.on_end, outcome, status, self._body_bytes, now_s, tail)
+
+    def _tell(self, method: Callable[..., None], *args: object) -> None:
+        """Call the observer; its faults are logged, and must not cost the client its answer."""
+        try:
+            method(*args)
+        except Exception:
+            logger.exception("the observer of a request failed")
+
+    # The client's answer.
+
+    def _start(self, data: bytes) -> None:
+        """Send the held head, and the first of the body with it."""
+        self._started = True
+        assert self._response is not None
+        self._exchange.start(self._response_head(self._response) + data)
+
+    def _response_head(self, response: ResponseHead) -> bytes:
+        """Return the head for the client: the engine's, but for what ends at this hop."""
+        exchange, fields = self._exchange, response.fields
+        http11 = exchange.head.http11
+        bodiless = exchange.head.method == b"HEAD" or response.status in (204, 304)
+        drops: frozenset[bytes] | set[bytes] = _HOP_AND_RESPONSE_DROPS
+        if b"connection" in fields:
+            drops = hop_by_hop(response) | _RESPONSE_DROPS
+        parts = [status_line(response.status, response.reason)]
+        parts += [b"%b: %b\r\n" % line for line in response.headers if line[0] not in drops]
+        if response.content_length is not None:
+            if response.status != 204:
+                parts.append(b"content-length: %d\r\n" % response.content_length)
+        elif response.chunked and http11:
+            parts.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self._framed = bodiless
+        if fields.get(b"content-type", b"").startswith(b"text/event-stream"):
+            parts.append(b"x-accel-buffering: no\r\n")
+        if b"x-request-id" not in fields:
+            parts.append(b"x-request-id: %b\r\n" % exchange.request_id)
+        keep_alive = exchange.keep_alive and self._framed
+        parts += (self.response_lines, connection_line(http11, keep_alive), b"\r\n")
+        return b"".join(parts)

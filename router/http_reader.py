@@ -1,0 +1,179 @@
+"""From a client's bytes to whole requests, without I/O.
+
+Theory of operation. Bytes come in by `feed`, requests go out by `next`, one at a time and in order;
+what was sent ahead stays in the reader as bytes. Between calls the reader is in one state:
+
+    IDLE   nothing of the next request has come
+    HEAD   some of its head has, but no blank line
+    BODY   its head is read and sound, its body is not whole
+
+Invariants: an unfinished head never exceeds `header_bytes_max`, a body never `body_bytes_max`
+(both raise `HeadError` at once, after which the connection must end, as message boundaries are
+lost); what is kept besides is what the caller fed and has not yet asked for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from router.http_chunks import ChunkError, ChunkScanner
+from router.http_head import HeadError, RequestHead, parse_request_head
+
+if TYPE_CHECKING:
+    from router.limits import ServerLimits
+
+
+class Awaiting(IntEnum):
+    """What of the next request is still missing."""
+
+    IDLE = 0
+    HEAD = 1
+    BODY = 2
+
+
+class RequestReader:
+    """Cuts one connection's bytes into requests.
+
+    Attributes:
+        awaiting: what of the next request is missing; see the module's theory of operation.
+        body_bytes: how much of the unfinished body is kept, framing removed.
+    """
+
+    __slots__ = ("_body", "_head", "_held", "_limits", "_scanner", "awaiting")
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits = limits
+        self._held = b""
+        self._head: RequestHead | None = None
+        self._body = bytearray()
+        self._scanner: ChunkScanner | None = None
+        self.awaiting = Awaiting.IDLE
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes fed and not yet made into a request or its body."""
+        return len(self._held)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the unfinished body."""
+        return len(self._body)
+
+    @property
+    def wants_continue(self) -> bool:
+        """Whether the client waits for `100 Continue` and has sent nothing of the body."""
+        head = self._head
+        return head is not None and head.expect_continue and not self._body
+
+    def feed(self, data: bytes) -> None:
+        """Take in the next bytes of the connection."""
+        self._held = self._held + data if self._held else data
+
+    def clear(self) -> None:
+        """Forget everything: no further request will be read."""
+        self._held = b""
+        self._head = None
+        self._body = bytearray()
+
+    def next(self) -> tuple[RequestHead, bytes] | None:
+        """Return the next request with its whole body, or None until more bytes are fed.
+
+        Raises:
+            HeadError: what was fed is not a request that may be served; `status` says why.
+        """
+        head = self._head
+        if head is None:
+            if not self._held:
+                return None
+            head = self._next_head()
+            if head is None:
+                return None
+            if not head.chunked and not head.content_length:
+                return head, b""
+            self._begin_body(head)
+        body = self._rest_of_body(head)
+        if body is None:
+            return None
+        self._head = None
+        self.awaiting = Awaiting.IDLE
+        return head, body
+
+    def _next_head(self) -> RequestHead | None:
+        """Cut the next head off the held bytes, or return None if it is not whole.
+
+        Raises:
+            HeadError: it is too long, or not one that may be served.
+        """
+        held, limits = self._held, self._limits
+        if held.startswith(b"\r\n"):
+            held = held[2:]  # RFC 9112 §2.2: an empty line before a request is forgiven.
+        stop = held.find(b"\r\n\r\n", 0, limits.header_bytes_max) + 4
+        if stop < 4:
+            if len(held) >= limits.header_bytes_max:
+                raise HeadError(431, f"a request's head is limited to {limits.header_bytes_max} B")
+            self._held = held
+            self.awaiting = Awaiting.HEAD if held else Awaiting.IDLE
+            return None
+        head = parse_request_head(held[:stop], limits.headers_max)
+        self._held = held[stop:]
+        self.awaiting = Awaiting.IDLE
+        return head
+
+    def _begin_body(self, head: RequestHead) -> None:
+        """Turn to the body that `head` announces.
+
+        Raises:
+            HeadError: it announces more than a body may have.
+        """
+        if head.content_length > self._limits.body_bytes_max:
+            raise self._too_large()
+        self._head = head
+        self._scanner = ChunkScanner() if head.chunked else None
+        self.awaiting = Awaiting.BODY
+
+    def _rest_of_body(self, head: RequestHead) -> bytes | None:
+        """Move held bytes into the body; return it once it is whole.
+
+        Raises:
+            HeadError: it is too long, or its chunks are malformed.
+        """
+        if self._scanner is not None:
+            return self._rest_of_chunks(self._scanner)
+        held = self._held
+        missing = head.content_length - len(self._body)
+        if len(held) < missing:
+            self._body += held
+            self._held = b""
+            return None
+        self._held = held[missing:]
+        return self._take_body(held[:missing])
+
+    def _rest_of_chunks(self, scanner: ChunkScanner) -> bytes | None:
+        """The same for a chunked body."""
+        content: list[bytes] = []
+        try:
+            stop = scanner.feed(self._held, content)
+        except ChunkError as error:
+            raise HeadError(400, f"malformed chunked body: {error}") from None
+        data = b"".join(content)
+        if len(self._body) + len(data) > self._limits.body_bytes_max:
+            raise self._too_large()
+        if stop < 0:
+            self._body += data
+            self._held = b""
+            return None
+        self._held = self._held[stop:]
+        return self._take_body(data)
+
+    def _take_body(self, last: bytes) -> bytes:
+        """Return the whole body, and keep none of it."""
+        if not self._body:
+            return last
+        self._body += last
+        body = bytes(self._body)
+        self._body = bytearray()
+        return body
+
+    def _too_large(self) -> HeadError:
+        return HeadError(413, f"a request's body is limited to {self._limits.body_bytes_max} B")

@@ -1,0 +1,267 @@
+"""One connection to an engine: a request out, its answer back, byte for byte.
+
+Theory of operation. A connection is in one state:
+
+    state      what arrives is                       leaves when
+    IDLE       unasked for, hence fatal              a call takes the connection → HEAD
+    HEAD       kept until a blank line               a final head is whole → a body state, or IDLE
+    LENGTH     body, so many bytes of it             the last one has come → IDLE or CLOSED
+    CHUNKED    body, its end found by a scanner      the same
+    UNTIL_EOF  body, up to the connection's end      the engine closes
+    CLOSED     nothing
+
+The bytes of a body go to the call's sink as they came, chunk framing included: they are looked at
+only to find their end. A connection is used again only if nothing speaks against it: the engine
+keeps it alive, the request was sent in full, and not a byte came after the answer's end.
+
+A sink may cancel its call from within any callback; whatever follows a callback checks for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Final
+
+from router.http_chunks import ChunkError, ChunkScanner
+from router.http_head import HeadError, ResponseHead, parse_response_head
+
+if TYPE_CHECKING:
+    from router.upstream import Instance, UpstreamCall, UpstreamPool
+
+# Below this a body is copied behind its head, to be sent by one cheap write.
+_JOIN_BYTES_MAX: Final = 64 * 1024
+_BODILESS: Final = frozenset({204, 304})
+_RESPONSE_START: Final = b"HTTP/1."
+
+
+class ErrorKind(StrEnum):
+    """Why a call failed."""
+
+    POOL_FULL = "pool_full"  # the instance has as many connections as it may
+    CONNECT_FAILED = "connect_failed"
+    RESET_BEFORE_FIRST_BYTE = "reset_before_first_byte"
+    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
+    STALLED = "stalled"
+    RESET_MID_STREAM = "reset_mid_stream"
+    BAD_RESPONSE = "bad_response"
+
+
+class Wire(IntEnum):
+    """What a connection expects next; see the module's theory of operation."""
+
+    IDLE = 0
+    HEAD = 1
+    LENGTH = 2
+    CHUNKED = 3
+    UNTIL_EOF = 4
+    CLOSED = 5
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Our side of one connection to an engine.
+
+    Attributes:
+        state: what is expected next.
+        heard: body bytes have come since whoever cleared this last looked.
+        idle_since_s: when the connection was last put aside, on the pool's clock.
+    """
+
+    __slots__ = (
+        "_call",
+        "_counted",
+        "_held",
+        "_instance",
+        "_keep_alive",
+        "_left",
+        "_pool",
+        "_reused",
+        "_scanner",
+        "_transport",
+        "heard",
+        "idle_since_s",
+        "state",
+    )
+
+    _transport: asyncio.Transport
+    _scanner: ChunkScanner
+
+    def __init__(self, pool: UpstreamPool, instance: Instance) -> None:
+        self._pool = pool
+        self._instance = instance
+        self._counted = True
+        self._call: UpstreamCall | None = None
+        self._held = b""
+        self._left = 0
+        self._keep_alive = False
+        self._reused = False
+        self.state = Wire.IDLE
+        self.heard = False
+        self.idle_since_s = 0.0
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = transport  # type: ignore[assignment]  # asyncio's stubs name the base
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on what the engine sent, and notice where its answer ends."""
+        call = self._call
+        state = self.state
+        if call is None:
+            self.close()  # Unasked for; the stream can no longer be trusted.
+            return
+        if state == Wire.HEAD:
+            self._read_head(call, self._held + data if self._held else data)
+            return
+        self.heard = True
+        if state == Wire.CHUNKED:
+            try:
+                stop = self._scanner.feed(data)
+            except ChunkError:
+                self._fail(call, ErrorKind.BAD_RESPONSE)
+                return
+            if stop < 0:
+                call.sink.on_data(data)
+                return
+        elif state == Wire.LENGTH:
+            stop = self._left
+            self._left = stop - len(data)
+            if self._left > 0:
+                call.sink.on_data(data)
+                return
+        else:
+            call.sink.on_data(data)
+            return
+        surplus = len(data) > stop
+        call.sink.on_data(data[:stop] if surplus else data)
+        self._complete(call, surplus)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the call, if there is one, what the end of the connection means to it."""
+        state, call = self.state, self._call
+        self._detach()
+        self.give_up()
+        if call is None:
+            return
+        if state == Wire.UNTIL_EOF and exc is None:
+            self._pool.ended(call)
+        elif self._reused and state == Wire.HEAD and not self._held:
+            self._pool.resend(call)
+        elif call.begun or self.heard:
+            self._pool.failed(call, ErrorKind.RESET_MID_STREAM)
+        else:
+            self._pool.failed(call, ErrorKind.RESET_BEFORE_FIRST_BYTE)
+
+    # Called by the pool and by calls.
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call may take this connection."""
+        return self.state == Wire.IDLE and not self._transport.is_closing()
+
+    def assign(self, call: UpstreamCall, reused: bool) -> None:
+        """Send a call's request, and expect its answer."""
+        self._call = call
+        self._reused = reused
+        self._held = b""
+        self.heard = False
+        self.state = Wire.HEAD
+        if len(call.body) < _JOIN_BYTES_MAX:
+            self._transport.write(call.head + call.body)
+        else:
+            self._transport.writelines((call.head, call.body))
+
+    def drop(self) -> None:
+        """Leave the call, and close at once: the engine shall stop working for it."""
+        self._detach()
+        self._transport.abort()
+
+    def give_up(self) -> None:
+        """Be counted out, once; also when the connection was never made."""
+        self.state = Wire.CLOSED
+        if self._counted:
+            self._counted = False
+            self._instance.forget(self)
+
+    def close(self) -> None:
+        """Close an unused connection."""
+        self.state = Wire.CLOSED
+        self._transport.close()
+
+    def pause_reading(self) -> None:
+        """Let the kernel, and then the engine, hold what it has to say."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        self._transport.resume_reading()
+
+    # The parts of an answer.
+
+    def _read_head(self, call: UpstreamCall, data: bytes) -> None:
+        """Read interim heads and the final one, and turn to the body."""
+        while True:
+            stop = data.find(b"\r\n\r\n") + 4
+            if stop < 4:
+                plausible = data.startswith(_RESPONSE_START[: len(data)])
+                if not plausible or len(data) > self._pool.limits.head_bytes_max:
+                    self._fail(call, ErrorKind.BAD_RESPONSE)
+                self._held = data
+                return
+            try:
+                head = parse_response_head(data[:stop])
+            except HeadError:
+                self._fail(call, ErrorKind.BAD_RESPONSE)
+                return
+            data = data[stop:]
+            if head.status >= 200:
+                break
+        self._held = b""
+        self._expect_body(call, head)
+        call.sink.on_response_head(head)
+        if self._call is not call:
+            return
+        if self.state == Wire.LENGTH and not self._left:
+            self._complete(call, bool(data))
+        elif data:
+            self.data_received(data)
+
+    def _expect_body(self, call: UpstreamCall, head: ResponseHead) -> None:
+        """Set the state that fits the body which `head` announces (RFC 9112 §6.3)."""
+        self._keep_alive = head.keep_alive
+        if call.bodiless or head.status in _BODILESS:
+            self.state, self._left = Wire.LENGTH, 0
+        elif head.chunked:
+            self.state, self._scanner = Wire.CHUNKED, ChunkScanner()
+        elif head.content_length is not None:
+            self.state, self._left = Wire.LENGTH, head.content_length
+        else:
+            self.state = Wire.UNTIL_EOF
+
+    def _complete(self, call: UpstreamCall, surplus: bool) -> None:
+        """End the call, unless its sink just did, and keep the connection if that is safe."""
+        if self._call is not call:
+            return
+        self._detach()
+        transport = self._transport
+        if self._keep_alive and not surplus and not transport.get_write_buffer_size():
+            if call.paused:
+                transport.resume_reading()
+            self.state = Wire.IDLE
+            self._instance.put_aside(self, self._pool.now_s)
+        else:
+            self.close()
+        self._pool.ended(call)
+
+    def _fail(self, call: UpstreamCall, kind: ErrorKind) -> None:
+        """Close, and end the call with an error."""
+        self.drop()
+        self._pool.failed(call, kind)
+
+    def _detach(self) -> None:
+        """Part from the call."""
+        if self._call is not None:
+            self._call.connection = None
+            self._call = None
