@@ -287,16 +287,19 @@ class PrefixIndex:
 
     # --- questions ------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[BlockHash]) -> Match:
+    def match(self, hashes: Sequence[BlockHash], blocks: int | None = None) -> Match:
         """Return which live slots hold how much of a prompt.
 
         Args:
-            hashes: the prompt's chain, cut to the blocks that may count as hits.
+            hashes: the prompt's chain.
+            blocks: how many of them may count, see `usable_blocks`; None for all. (A parameter,
+                because to cut a long chain's list costs as much as to match it.)
 
         Complexity: about log2(blocks) look-ups for each depth at which a slot drops out, and
         never more than one a block.
         """
-        if not hashes:
+        count = len(hashes) if blocks is None else min(blocks, len(hashes))
+        if not count:
             return NO_MATCH
         gets, shift, live = self._gets, self._shift, self._slots.live
         block = hashes[0]
@@ -304,7 +307,7 @@ class PrefixIndex:
         if not here:
             return NO_MATCH
         levels: list[tuple[int, int]] = []
-        at, end = 0, len(hashes) - 1
+        at, end = 0, count - 1
         block = hashes[end]
         # Probed positions right of `at`, nearest last: what one bisection learns, the next uses.
         ahead = [(end, gets[block >> shift](block, 0) & live)]
@@ -323,7 +326,7 @@ class PrefixIndex:
                     return Match(tuple(levels))
                 at, here = right, there
                 ahead.pop()
-        levels.append((len(hashes), here))
+        levels.append((count, here))
         return Match(tuple(levels))
 
     def hits(self, match: Match, block_tokens: int = 1) -> IntArray:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from controlplane.core.scoring import FleetView, FloatArray, Policy, Request, new_tokens
+from controlplane.core.scoring import FleetView, FloatArray, IntArray, Policy, Request, new_tokens
 from controlplane.core.scoring import queued_tokens as queued
 
 
@@ -51,10 +51,8 @@ class Multiplicative(msgspec.Struct, frozen=True):
         if self.smooth_tokens is not None:
             p = smoothed(p, self.smooth_tokens)
         b: Any = view.batch_size + 1
-        if request.alpha != 1.0:
-            p = np.power(p, request.alpha, dtype=np.float64)
-        if request.beta != 1.0:
-            b = np.power(b, request.beta, dtype=np.float64)
+        if request.alpha != 1.0 or request.beta != 1.0:
+            return _weighted(p, request.alpha, b, request.beta)
         scores: FloatArray = np.multiply(p, b, dtype=np.float64)
         return scores
 
@@ -170,6 +168,13 @@ def make_policy(name: str, /, **parameters: Any) -> Policy:
     except msgspec.ValidationError as error:
         raise ValueError(f"policy {name}: {error}") from error
     return policy
+
+
+def _weighted(p: FloatArray, alpha: float, b: IntArray, beta: float) -> FloatArray:
+    """Return p^α × b^β; not finite, silently, where that is beyond float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        scores: FloatArray = np.power(p, alpha) * np.power(b, beta)
+    return scores
 
 
 def smoothed(p: FloatArray, threshold: float) -> FloatArray:

@@ -13,7 +13,7 @@ Source: LMetric (arXiv 2603.15202); the queue term and the +1 are in its release
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from math import isfinite
 from typing import Protocol
 
 import msgspec
@@ -35,7 +35,6 @@ class FleetView(msgspec.Struct, gc=False):
         batch_size: (n,) B, requests assigned and unfinished.
         queued_tokens: (n,) queued prefill tokens; transiently negative values count as 0.
         context_tokens: (n,) prompt tokens of the unfinished requests (`dynamo_cost` uses it).
-        present: (n,) rows that have an instance; the others are never chosen.
         healthy: (n,) instances that requests get through to.
         ready: (n,) instances that are not draining.
         allowed: (n,) instances that no operator keeps requests away from.
@@ -47,7 +46,6 @@ class FleetView(msgspec.Struct, gc=False):
     batch_size: IntArray
     queued_tokens: IntArray
     context_tokens: IntArray
-    present: BoolArray | None = None
     healthy: BoolArray | None = None
     ready: BoolArray | None = None
     allowed: BoolArray | None = None
@@ -56,7 +54,7 @@ class FleetView(msgspec.Struct, gc=False):
     network_tokens: FloatArray | None = None
 
     def __len__(self) -> int:
-        """Return n, the number of rows."""
+        """Return n, the number of instances."""
         return len(self.batch_size)
 
 
@@ -101,7 +99,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
         policy: name of the policy that ranked.
         ties: how many candidates had this score, the chosen one included.
         scores: (n,) of all instances, candidates or not.
-        candidates: (n,) rows that passed the filters; None if nothing filtered.
+        candidates: (n,) instances that passed the filters; None if nothing filtered.
         ignored: names of the filters that would have left nobody.
     """
 
@@ -120,44 +118,57 @@ def decide(view: FleetView, request: Request, policy: Policy, rotation: int) -> 
     Args:
         rotation: any number that changes with every decision; it turns among equal scores.
     """
-    if not len(view) or (view.present is not None and not view.present.any()):
+    if not len(view):
         return None
-    candidates, ignored = _filtered(view, request)
+    filters = _filters(view, request)
+    candidates: BoolArray | None = None
+    ignored: tuple[str, ...] = ()
+    for _, keep in filters:
+        candidates = keep if candidates is None else candidates & keep
+    if candidates is not None and not np.count_nonzero(candidates):
+        candidates, ignored = _without_those_that_leave_nobody(filters)
     scores = policy.score(view, request)
     ranked = scores if candidates is None else np.where(candidates, scores, np.inf)
-    best = np.minimum.reduce(ranked)
-    tied = (ranked == best).nonzero()[0]
+    best = float(ranked[ranked.argmin()])
+    if isfinite(best):
+        tied = (ranked == best).nonzero()[0]
+    else:  # Scores beyond float64, as absurd exponents make them, say nothing.
+        tied = np.arange(len(view)) if candidates is None else candidates.nonzero()[0]
     index = int(tied[rotation % len(tied)])
-    return Choice(index, float(best), policy.name, len(tied), scores, candidates, ignored)
+    return Choice(index, best, policy.name, len(tied), scores, candidates, ignored)
 
 
-def _filtered(view: FleetView, request: Request) -> tuple[BoolArray | None, tuple[str, ...]]:
-    """Return who passed all filters that leave somebody, and the names of those that do not."""
-    candidates = view.present
-    ignored: tuple[str, ...] = ()
-    for name, keep in _filters(view, request):
+def _without_those_that_leave_nobody(
+    filters: list[tuple[str, BoolArray]],
+) -> tuple[BoolArray | None, tuple[str, ...]]:
+    """Return who passes the other filters, taken in order, and the names of the ignored ones."""
+    candidates: BoolArray | None = None
+    ignored: list[str] = []
+    for name, keep in filters:
         kept = keep if candidates is None else candidates & keep
-        if kept.any():
+        if np.count_nonzero(kept):
             candidates = kept
         else:
-            ignored += (name,)
-    return candidates, ignored
+            ignored.append(name)
+    return candidates, tuple(ignored)
 
 
-def _filters(view: FleetView, request: Request) -> Iterator[tuple[str, BoolArray]]:
-    """Yield the filters in force, most compelling first."""
+def _filters(view: FleetView, request: Request) -> list[tuple[str, BoolArray]]:
+    """Return the filters in force, most compelling first."""
+    filters: list[tuple[str, BoolArray]] = []
     if view.healthy is not None:
-        yield "health", view.healthy
+        filters.append(("health", view.healthy))
     if view.ready is not None:
-        yield "draining", view.ready
+        filters.append(("draining", view.ready))
     if view.allowed is not None:
-        yield "blacklist", view.allowed
+        filters.append(("blacklist", view.allowed))
     if request.capable is not None:
-        yield "model", request.capable
+        filters.append(("model", request.capable))
     if view.batch_cap is not None:
-        yield "batch_cap", view.batch_size < view.batch_cap
+        filters.append(("batch_cap", view.batch_size < view.batch_cap))
     if request.cool is not None:
-        yield "hotspot", request.cool
+        filters.append(("hotspot", request.cool))
+    return filters
 
 
 def new_tokens(request: Request) -> IntArray | np.int64:

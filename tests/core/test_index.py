@@ -50,6 +50,15 @@ def test_match_says_who_holds_how_much():
     index.check()
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 39, 40, 41, 99, 100, 1000])
+def test_match_may_leave_the_end_of_a_chain_out(blocks: int):
+    """Matching the first blocks of a chain is matching a shorter chain."""
+    index, prompt = PrefixIndex(), chain(1, 100)
+    live_slot(index, prompt)
+    live_slot(index, prompt[:40])
+    assert index.match(prompt, blocks) == index.match(prompt[:blocks])
+
+
 def test_hits_are_depths_by_slot_and_zero_for_no_slot():
     """Hit arrays have one element a slot, in any unit, and a last one for 'no slot'."""
     index, prompt = PrefixIndex(), chain(1, 100)

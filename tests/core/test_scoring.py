@@ -73,6 +73,15 @@ def test_products_beyond_64_bits_do_not_wrap():
     assert (choice.scores > 0).all()
 
 
+@pytest.mark.parametrize("beta", [0.0, -500.0])
+def test_scores_beyond_floats_choose_in_turn_among_candidates(beta: float):
+    """Absurd exponents cost the ranking, never the filters."""
+    asked = request(10**6, alpha=400.0, beta=beta)
+    for keep, rows in ((None, [0, 1, 2, 0]), (np.array([True, False, True]), [0, 2, 0, 2])):
+        view = fleet([9, 9, 9], healthy=keep)
+        assert [choose(view, asked, turn).index for turn in range(4)] == rows
+
+
 def test_ties_rotate_among_the_equal():
     """Equal scores are served in turn; the lowest index is nothing special."""
     view = fleet(batch=[1, 0, 0, 1, 0])
@@ -82,18 +91,8 @@ def test_ties_rotate_among_the_equal():
 
 
 def test_nobody_to_choose_from():
-    """No rows, or none with an instance: there is no choice."""
+    """An empty fleet has no choice."""
     assert decide(fleet([]), request(1), RoundRobin(), 0) is None
-    empty = fleet([0, 0], present=np.array([False, False]))
-    assert decide(empty, request(1), RoundRobin(), 0) is None
-
-
-def test_rows_without_an_instance_are_never_chosen():
-    """Unlike filters, absence is not ignored: a filter may not bring a departed instance back."""
-    view = fleet([0, 0], present=np.array([False, True]), healthy=np.array([True, False]))
-    choice = choose(view, request(1))
-    assert choice.index == 1
-    assert choice.ignored == ("health",)
 
 
 @pytest.mark.parametrize("name", FILTERS)
