@@ -18,6 +18,7 @@ from tests.schemas.samples import SAMPLES
 BUS: list[Callable[[bytes], Any]] = [
     getattr(bus, name) for name in vars(bus) if name.startswith("decode_")
 ]
+OPENAI: list[Callable[[bytes], Any]] = [openai.decode_chat, openai.decode_completion]
 
 GOOD = [encode(message) for _, variants in SAMPLES.values() for message in variants.values()]
 GOOD += [golden.octets for golden in read_golden("vllm_0_32").values()]
@@ -103,7 +104,7 @@ def test_any_bytes_give_a_message_or_a_remote_error(payload: bytes) -> None:
 @example(b'{"messages":[],"n":1e999}')
 def test_any_body_is_a_request_or_a_remote_error(payload: bytes) -> None:
     """Random and damaged JSON; texts that decode have a UTF-8 form, as hashing needs."""
-    for decode in (openai.decode_chat, openai.decode_completion):
+    for decode in OPENAI:
         request = survive(decode, payload)
         if request is not None:
             for text in (request.model, request.user or "", request.cache_salt or ""):
