@@ -40,7 +40,7 @@ Clock = Callable[[], datetime]
 _UNSET: Final = (None, "auto")  # values that vLLM takes for "not given" when it merges arguments
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own marker, with its space
 _TIME_OF_DAY: Final = frozenset("HIklMSfpPrRTXcsLNzZ+")  # strftime codes that change within a day
-# Arguments of apply_chat_template itself: given as template arguments they would change what it does.
+# Arguments of apply_chat_template itself: a request that sets them changes more than a template.
 _RESERVED: Final = frozenset(
     {
         *("chat_template", "conversation", "documents", "max_length", "messages", "model_config"),

@@ -1,0 +1,219 @@
+"""A model's own tokenizer, from the `tokenizer.json` on its card: text → exact token ids.
+
+The only file that imports `tokenizers`. Token ids are u32 bytes throughout (`pack_tokens`), the
+form in which they are hashed.
+
+Two ways lead to the same ids: `router/words.py` for the common family of tokenizers, and the
+library for all others and for whatever the first declines. Which cuts are safe, and whether the
+first way agrees, is decided by analysis of the JSON and then tried on random texts at load.
+
+`encode` is synchronous. `encode_long` keeps an event loop responsive: by words it pauses every few
+thousand characters, else it leaves the text to a thread (the library releases the GIL).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from router.segments import AddedToken, Cutter, safe_cuts
+from router.words import WORDS_MAX_DEFAULT, Words, words_of
+
+_TRIALS: Final = 150  # random texts at load: about 20 ms
+_CHUNK_CHARS: Final = 8_192  # about 0.5 ms by words
+_LINE: Final = re.compile(r"\n(?=[A-Za-z])")
+_PIECES: Final = (
+    *("the", " quick", "Brown", "fox's", "I'LL", " we've", "x_y", "camelCase", "\u00e9t\u00e9"),
+    *(" na\u00efve", "e\u0301", "\u4f60\u597d", "\u3002", "\u6771\u4eac", "\uac00\ub098", "\u0639"),
+    *("\u0416", "\u03bb", "\u00df", "\u2026", "\u201cq\u201d", "\U0001f600", "\u2764\ufe0f"),
+    *("0", "42", "3.14", "1,000", "\u00bd", "\u2167", "\u0665", " ", "  ", "   ", "\n", "\n\n"),
+    *("\r\n", "\t", " \n ", "\u00a0", "\u3000", "\x1c", "\x85", ".", "...", "!?", " (", ")", "{}"),
+    *('"', "'", "''", "--", "/*", "*/", "<", "</", "<|", "|>", "\\", "$", "&&", "#", "@", "_", "~"),
+)
+
+
+class TokenizerError(ValueError):
+    """A model card's tokenizer that cannot be read or cannot be followed exactly."""
+
+
+class _Config(msgspec.Struct):
+    """What a tokenizer.json says besides its vocabulary."""
+
+    added_tokens: list[AddedToken] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    model: _Model | None = None
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+    dropout: float | None = None
+
+
+def _pack(token_ids: Iterable[int]) -> bytes:
+    return array("I", token_ids).tobytes()
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    Not thread-safe: one event loop owns it (`encode_long` shares with a thread only what may be).
+
+    Attributes:
+        safe: texts of the added tokens before which a text may be cut; empty if none is safe.
+        by_words: whether the fast way is in use.
+        opening: token ids before every prompt that asks for special tokens (BOS).
+        closing: token ids after it.
+        token_chars_max: length of the longest token: no prompt has fewer tokens than
+            characters / token_chars_max.
+    """
+
+    def __init__(self, data: bytes, words_max: int = WORDS_MAX_DEFAULT) -> None:
+        """Load a tokenizer: about half a second for a large vocabulary.
+
+        Args:
+            data: bytes of a tokenizer.json.
+            words_max: most words to remember on the fast way; 0 turns it off.
+
+        Raises:
+            TokenizerError: it is none, or its answers are random (BPE dropout).
+        """
+        try:
+            config = msgspec.json.decode(data, type=_Config)
+            self._library = LibraryTokenizer.from_buffer(data)
+        except Exception as error:  # the library raises no class of its own
+            raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
+        if config.model is not None and config.model.dropout:
+            raise TokenizerError("the tokenizer drops merges at random")
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.added: dict[str, AddedToken] = {token.content: token for token in config.added_tokens}
+        self._words = self._checked_words(config, words_max) if words_max else None
+        self.by_words = self._words is not None
+        self.safe = self._checked_cuts(safe_cuts(config.added_tokens))
+        self._lines_are_safe = self._words is not None and self._lines_agree()
+        self.opening, self.closing = self._surroundings()
+        self.token_chars_max = max(map(len, self._library.get_vocab(with_added_tokens=True)))
+
+    def encode(self, text: str) -> bytes:
+        """Return the token ids of a text, without special tokens around it."""
+        if self._words is not None and (tokens := self._words.encode(text)) is not None:
+            return tokens
+        return self._encode_whole(text)
+
+    async def encode_long(self, text: str, executor: Executor) -> bytes:
+        """Return what `encode` returns, without holding up the event loop for long."""
+        if self._words is not None and self._lines_are_safe:
+            parts: list[bytes] = []
+            for chunk in _line_chunks(text):
+                tokens = self._words.encode(chunk)
+                if tokens is None:
+                    break
+                parts.append(tokens)
+                await asyncio.sleep(0)
+            else:
+                return b"".join(parts)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(executor, self._encode_whole, text)
+
+    def explain_mismatch(
+        self, special_tokens: Mapping[str, str], tokenizer_config: Mapping[str, Any]
+    ) -> str | None:
+        """Return how a tokenizer_config.json would change this tokenizer, None if it would not.
+
+        transformers adds to a tokenizer the tokens that its tokenizer_config.json names; the ids of
+        the two then differ from those of the tokenizer.json alone.
+        """
+        for name, text in special_tokens.items():
+            if text and text not in self.added:
+                return f"{name} {text!r} is no added token of the tokenizer.json"
+        declared = tokenizer_config.get("added_tokens_decoder")
+        for entry in declared.values() if isinstance(declared, dict) else ():
+            content = entry.get("content") if isinstance(entry, dict) else None
+            token = self.added.get(content) if isinstance(content, str) else None
+            if token is None or any(
+                bool(entry.get(flag, False)) != getattr(token, flag)
+                for flag in ("single_word", "lstrip", "rstrip", "normalized")
+            ):
+                return f"added token {content!r} differs between tokenizer_config.json and this"
+        return None
+
+    def _encode_whole(self, text: str) -> bytes:
+        return _pack(self._library.encode(text, add_special_tokens=False).ids)
+
+    def _checked_words(self, config: _Config, words_max: int) -> Words | None:
+        if config.model is None:
+            return None
+        words = words_of(
+            config.normalizer,
+            config.pre_tokenizer,
+            config.model.type or "",
+            config.added_tokens,
+            self._merge,
+            words_max,
+        )
+        if words is None:
+            return None
+        for text in _random_texts(self.added):
+            tokens = words.encode(text)
+            if tokens is not None and tokens != self._encode_whole(text):
+                return None
+        return words
+
+    def _merge(self, word: str) -> list[int]:
+        return [token.id for token in self._library.model.tokenize(word)]
+
+    def _checked_cuts(self, cuts: list[str]) -> list[str]:
+        cutter = Cutter(cuts)
+        for text in _random_texts(self.added):
+            parts = cutter.cut(text)
+            if b"".join(map(self._encode_whole, parts)) != self._encode_whole(text):
+                return []
+        return cuts
+
+    def _lines_agree(self) -> bool:
+        """True if a text may also be cut between a line's end and a letter: tried, not proved."""
+        for text in _random_texts(self.added):
+            lines = text.replace(" ", "\n")
+            parts = _LINE.sub("\n\0", lines).split("\0")
+            if b"".join(map(self.encode, parts)) != self.encode(lines):
+                return False
+        return True
+
+    def _surroundings(self) -> tuple[bytes, bytes]:
+        bare = self._encode_whole("a")
+        around = _pack(self._library.encode("a", add_special_tokens=True).ids)
+        at = around.find(bare)
+        while at % 4 and at >= 0:
+            at = around.find(bare, at + 1)
+        if at < 0:
+            raise TokenizerError("the tokenizer's special tokens do not surround the prompt")
+        return around[:at], around[at + len(bare) :]
+
+
+def _random_texts(added: Iterable[str]) -> Iterator[str]:
+    """Yield texts, the same every time, in which all kinds of letters meet the added tokens."""
+    chance = random.Random(20260815)
+    tokens = list(added)[:64]
+    parts = [text[: len(text) // 2] for text in tokens] + [text[1:] for text in tokens]
+    pools = [_PIECES, _PIECES, tokens or _PIECES, parts or _PIECES]
+    for _ in range(_TRIALS):
+        yield "".join(chance.choice(chance.choice(pools)) for _ in range(24))
+
+
+def _line_chunks(text: str) -> Iterator[str]:
+    """Yield a text in parts of about `_CHUNK_CHARS`, cut between lines; fewer if lines are long."""
+    start = 0
+    while start < len(text):
+        line = _LINE.search(text, start + _CHUNK_CHARS)
+        end = line.end() if line else len(text)
+        yield text[start:end]
+        start = end

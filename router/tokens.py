@@ -1,0 +1,375 @@
+"""Turns a request into the engine's exact token ids, as block hashes, or says why it cannot.
+
+A chat is rendered whole: its template is a program, so nothing may be assumed of what an earlier
+turn rendered to. The text is then cut into segments, and only those that no earlier prompt had are
+tokenized and hashed.
+
+A `PromptReader` belongs to one event loop. `read_chat` and `read_completion` are for request
+handlers: they do not suspend unless new text is long, which is then tokenized in steps or in a
+thread, a bounded number of texts at a time. The `_now` variants never suspend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Executor
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from controlplane.core.hashing import NO_EXTRAS, BlockHash, Extras, chain, pack_tokens
+from router.chat_template import (
+    DEFAULT_OPTIONS,
+    ChatTemplate,
+    Clock,
+    RenderOptions,
+    TemplateSyntaxError,
+)
+from router.prefix_cache import PrefixCache, Space
+from router.prompt import HEAD_TOKENS, Inexact, Prompt, Reason
+from router.segments import Cutter, choose_cuts
+from router.tokenizer import Tokenizer, TokenizerError
+from schemas.bus import ModelCard
+from schemas.openai import ChatRequest, CompletionRequest
+
+_Steps = Generator[str, bytes, Prompt]
+
+# A last segment as short as a generation prompt is never worth a node: it is tokenized each time.
+_TAIL_CHARS: Final = 256
+# Tokens of models whose chats vLLM renders by code of its own (OpenAI's Harmony), not by template.
+_HARMONY: Final = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|call|>"})
+
+
+class ReadLimits(msgspec.Struct, frozen=True):
+    """Bounds on tokenizing.
+
+    Attributes:
+        chars_now_max: longest new segment that is tokenized at once when the words of the model
+            are followed (about 1 ms at the default).
+        chars_library_now_max: likewise by the library (about 1 ms).
+        long_texts_max: most long texts that are being tokenized at a time; a request beyond them
+            is `Inexact` (busy).
+    """
+
+    chars_now_max: int = 16_384
+    chars_library_now_max: int = 2_048
+    long_texts_max: int = 64
+
+
+DEFAULT_LIMITS: Final = ReadLimits()
+
+
+class ReadStats(msgspec.Struct):
+    """Counters since the reader was made.
+
+    Attributes:
+        prompts: prompts read exactly.
+        whole: of these, prompts that could not be cut, since no cut is safe for the tokenizer.
+        long_texts: texts that were tokenized off the fast path.
+        inexact: outcomes by reason.
+    """
+
+    prompts: int = 0
+    whole: int = 0
+    long_texts: int = 0
+    inexact: dict[Reason, int] = {}
+
+
+class PromptReader:
+    """Reads the requests of one model card."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        cache: PrefixCache,
+        executor: Executor,
+        *,
+        options: RenderOptions = DEFAULT_OPTIONS,
+        limits: ReadLimits = DEFAULT_LIMITS,
+        now: Clock = datetime.now,
+    ) -> None:
+        """Load a model's tokenizer and template: up to a second, so not on a busy event loop.
+
+        A card whose tokenizer or template cannot be used gives a reader all the same: its requests
+        are `Inexact`, and `problem` says why.
+
+        Args:
+            card: the model card; `block_size` 0 gives prompts without hashes.
+            cache: shared by all readers of a router.
+            executor: threads for long texts, where the library must tokenize them.
+            options: how the engine was started.
+            limits: bounds.
+            now: the engine's local time, for templates that print the date.
+        """
+        self.stats = ReadStats()
+        self.problem = ""
+        self._card = card
+        self._cache = cache
+        self._executor = executor
+        self._limits = limits
+        self._space: Space = cache.space(card.block_size)
+        self._long_texts = 0
+        self._tokenizer = self._load_tokenizer(card)
+        self._template = self._load_template(card, options, now) if self._tokenizer else None
+        self._cutter = Cutter(self._choose_cuts())
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The tokens before which prompts are cut; none means that prompts are tokenized whole."""
+        return self._cutter.cuts
+
+    def close(self) -> None:
+        """Forget the model's prompts; no read may be in progress."""
+        self._cache.drop(self._space)
+
+    async def read_chat(self, request: ChatRequest, extras: Extras = NO_EXTRAS) -> Prompt | Inexact:
+        """Read a chat request.
+
+        Args:
+            request: as decoded from the body.
+            extras: the adapter, where the model named is one; the request's salt is added here.
+        """
+        return await self._finish(self._chat_steps(request, extras))
+
+    def read_chat_now(self, request: ChatRequest, extras: Extras = NO_EXTRAS) -> Prompt | Inexact:
+        """Read a chat request without suspending, however long it is."""
+        return self._finish_now(self._chat_steps(request, extras))
+
+    async def read_completion(
+        self, request: CompletionRequest, extras: Extras = NO_EXTRAS
+    ) -> Prompt | Inexact:
+        """Read a completion request; `extras` as in `read_chat`."""
+        return await self._finish(self._completion_steps(request, extras))
+
+    def read_completion_now(
+        self, request: CompletionRequest, extras: Extras = NO_EXTRAS
+    ) -> Prompt | Inexact:
+        """Read a completion request without suspending, however long it is."""
+        return self._finish_now(self._completion_steps(request, extras))
+
+    # --- what is to be tokenized ---
+
+    def _chat_steps(self, request: ChatRequest, extras: Extras) -> _Steps | Inexact:
+        if self._tokenizer is None:
+            return Inexact(Reason.NO_TOKENIZER)
+        if not _HARMONY - self._tokenizer.added.keys():
+            return Inexact(Reason.CHAT_RULES)
+        if self._template is None:
+            return Inexact(Reason.NO_TEMPLATE)
+        if request.truncate_prompt_tokens is not None:
+            return Inexact(Reason.TRUNCATION)
+        if request.mm_processor_kwargs:
+            return Inexact(Reason.MULTIMODAL, "mm_processor_kwargs")
+        text = self._template.render(request)
+        if isinstance(text, Inexact):
+            return text
+        return self._text_steps(text, request.add_special_tokens, extras, request.cache_salt)
+
+    def _completion_steps(
+        self, request: CompletionRequest, extras: Extras
+    ) -> _Steps | Prompt | Inexact:
+        if request.prompt_embeds is not None:
+            return Inexact(Reason.MULTIMODAL, "prompt_embeds")
+        if request.truncate_prompt_tokens is not None:
+            return Inexact(Reason.TRUNCATION)
+        prompt = _single(request.prompt)
+        if isinstance(prompt, Inexact):
+            return prompt
+        if isinstance(prompt, list):
+            return self._from_ids(prompt, extras, request.cache_salt)
+        if self._tokenizer is None:
+            return Inexact(Reason.NO_TOKENIZER)
+        surround = request.add_special_tokens and self._card.adds_special_tokens
+        return self._text_steps(prompt, surround, extras, request.cache_salt)
+
+    def _text_steps(
+        self, text: str, surround: bool, extras: Extras, salt: str | None
+    ) -> _Steps | Inexact:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        limit = self._card.max_model_len
+        if limit is not None and len(text) > limit * tokenizer.token_chars_max:
+            return Inexact(Reason.INVALID, "longer than the model in any case")
+        if salt == "":
+            return Inexact(Reason.INVALID, "cache_salt is empty")
+        opening, closing = (tokenizer.opening, tokenizer.closing) if surround else (b"", b"")
+        return self._steps(self._cutter.cut(text), opening, closing, _salted(extras, salt))
+
+    def _steps(self, texts: list[str], opening: bytes, closing: bytes, extras: Extras) -> _Steps:
+        """Yield the texts to tokenize, receive their ids, return the prompt."""
+        tail = texts.pop() if texts and len(texts[-1]) < _TAIL_CHARS else ""
+        registered = self._cache.register(self._space, extras, texts, opening)
+        if registered is None:
+            return self._uncached((yield "".join(texts) + tail), opening, closing, extras)
+        handle, depth = registered
+        try:
+            cached = handle.tokens if depth else 0
+            for text in texts[depth:]:
+                tokens = self._cache.tokens_of(self._space, text)
+                if tokens is None:
+                    tokens = yield text
+                self._cache.extend(handle, text, tokens)
+            rest = ((yield tail) if tail else b"") + closing
+            head = handle.head(HEAD_TOKENS) + rest
+            return Prompt(
+                handle.tokens + len(rest) // 4,
+                handle.hashes_with(rest),
+                extras,
+                cached,
+                _head(head),
+            )
+        finally:
+            self._cache.release(handle)
+
+    def _uncached(self, tokens: bytes, opening: bytes, closing: bytes, extras: Extras) -> Prompt:
+        whole = opening + tokens + closing
+        return Prompt(len(whole) // 4, self._hashes(whole, extras), extras, 0, _head(whole))
+
+    def _from_ids(self, ids: list[int], extras: Extras, salt: str | None) -> Prompt | Inexact:
+        try:
+            tokens = pack_tokens(ids)
+        except (OverflowError, TypeError):
+            return Inexact(Reason.INVALID, "a token id out of range")
+        return self._uncached(tokens, b"", b"", _salted(extras, salt))
+
+    def _hashes(self, tokens: bytes, extras: Extras) -> list[BlockHash]:
+        size = self._card.block_size
+        return chain(tokens, size, extras=extras) if size else []
+
+    # --- driving the steps ---
+
+    async def _finish(self, steps: _Steps | Prompt | Inexact) -> Prompt | Inexact:
+        if not isinstance(steps, Generator):
+            return self._count(steps)
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        limits = self._limits
+        now_max = limits.chars_now_max if tokenizer.by_words else limits.chars_library_now_max
+        tokens: bytes | None = None
+        try:
+            while True:
+                text = steps.send(tokens)  # type: ignore[arg-type]
+                if len(text) <= now_max:
+                    tokens = tokenizer.encode(text)
+                elif self._long_texts >= limits.long_texts_max:
+                    return self._count(Inexact(Reason.BUSY))
+                else:
+                    tokens = await self._encode_long(tokenizer, text)
+        except StopIteration as stop:
+            return self._count(stop.value)
+        finally:
+            steps.close()
+
+    def _finish_now(self, steps: _Steps | Prompt | Inexact) -> Prompt | Inexact:
+        if not isinstance(steps, Generator):
+            return self._count(steps)
+        assert self._tokenizer is not None
+        encode: Callable[[str], bytes] = self._tokenizer.encode
+        tokens: bytes | None = None
+        try:
+            while True:
+                tokens = encode(steps.send(tokens))  # type: ignore[arg-type]
+        except StopIteration as stop:
+            return self._count(stop.value)
+
+    async def _encode_long(self, tokenizer: Tokenizer, text: str) -> bytes:
+        self._long_texts += 1
+        self.stats.long_texts += 1
+        try:
+            return await tokenizer.encode_long(text, self._executor)
+        finally:
+            self._long_texts -= 1
+
+    def _count(self, outcome: Prompt | Inexact) -> Prompt | Inexact:
+        stats = self.stats
+        if isinstance(outcome, Inexact):
+            stats.inexact[outcome.reason] = stats.inexact.get(outcome.reason, 0) + 1
+        else:
+            stats.prompts += 1
+            stats.whole += not self._cutter.cuts
+        return outcome
+
+    # --- loading ---
+
+    def _load_tokenizer(self, card: ModelCard) -> Tokenizer | None:
+        if not card.tokenizer:
+            self.problem = "the model card has no tokenizer"
+            return None
+        try:
+            tokenizer = Tokenizer(card.tokenizer)
+        except TokenizerError as error:
+            self.problem = str(error)
+            return None
+        mismatch = tokenizer.explain_mismatch(card.special_tokens, card.tokenizer_config)
+        if mismatch is not None:
+            self.problem = mismatch
+            return None
+        return tokenizer
+
+    def _load_template(
+        self, card: ModelCard, options: RenderOptions, now: Clock
+    ) -> ChatTemplate | None:
+        if card.chat_template is None:
+            self.problem = "the model card has no chat template"
+            return None
+        try:
+            return ChatTemplate(card.chat_template, card.special_tokens, options, now)
+        except TemplateSyntaxError as error:
+            self.problem = str(error)
+            return None
+
+    def _choose_cuts(self) -> list[str]:
+        """Return the cuts that let prompts share a system message, and turns their chat."""
+        if self._tokenizer is None:
+            return []
+        texts: list[tuple[str, str]] = []
+        for first, second in _PROBES:
+            pair = [self._rendered(first), self._rendered(second)]
+            if pair[0] and pair[1]:
+                texts.append((pair[0], pair[1]))
+        return choose_cuts(self._tokenizer.safe, texts)
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str | None:
+        if self._template is None:
+            return None
+        text = self._template.render(ChatRequest(messages=messages))
+        return text if isinstance(text, str) else None
+
+
+def _message(role: str, letter: str) -> dict[str, Any]:
+    return {"role": role, "content": letter * 400}
+
+
+_SYSTEM, _USER, _ANSWER, _OTHER = (
+    _message("system", "s"),
+    _message("user", "u"),
+    _message("assistant", "a"),
+    _message("user", "o"),
+)
+_PROBES: Final = (
+    ([_USER], [_USER, _ANSWER, _OTHER]),
+    ([_SYSTEM, _USER], [_SYSTEM, _OTHER]),
+    ([_USER, _ANSWER, _USER], [_USER, _ANSWER, _OTHER]),
+)
+
+
+def _single(prompt: Any) -> str | list[int] | Inexact:
+    """Return the one prompt of a completion request."""
+    if isinstance(prompt, str):
+        return prompt
+    if not prompt:
+        return Inexact(Reason.INVALID, "no prompt")
+    if isinstance(prompt[0], int):
+        return list(prompt)
+    if len(prompt) > 1:
+        return Inexact(Reason.BATCH)
+    return prompt[0] if isinstance(prompt[0], str) else list(prompt[0])
+
+
+def _salted(extras: Extras, salt: str | None) -> Extras:
+    return extras if salt is None else Extras(extras.lora, salt)
+
+
+def _head(tokens: bytes) -> tuple[int, ...]:
+    return tuple(memoryview(tokens[: 4 * HEAD_TOKENS]).cast("I"))
