@@ -36,10 +36,11 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """What the plane must know of a request.
 
     Attributes:
-        prompt_tokens: length of the prompt; an estimate where `inexact` says why it is not known.
+        prompt_tokens: length of the prompt; an estimate unless `exact`.
         hashes: block hashes of its whole blocks; empty where they are not known.
         block_size: tokens a block of `hashes`.
-        inexact: why the prompt could not be tokenized exactly; empty if it was.
+        exact: whether the prompt was tokenized exactly.
+        by_load: why load alone must decide; empty if the configured policy may.
         alpha: the tenant's exponent of P.
         beta: the tenant's exponent of B + 1.
         tried: instances that already failed this request.
@@ -49,7 +50,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     hashes: Sequence[int] = ()
     block_size: int = 0
-    inexact: str = ""
+    exact: bool = True
+    by_load: str = ""
     lora: str | None = None
     tenant: str = ""
     alpha: float = 1.0
@@ -249,8 +251,8 @@ class Dispatcher:
         override = self._verdicts.policy(now_s)
         if override is not None:
             return self._named(override.policy), f"override:{override.by or 'operator'}"
-        if request.inexact:
-            return self._named("least_requests"), f"inexact:{request.inexact}"
+        if request.by_load:
+            return self._named("least_requests"), request.by_load
         if self._fleet.trusted.any():
             self._blind_since_s = None
             return self._policy, ""
@@ -268,7 +270,7 @@ class Dispatcher:
 
     def _hits(self, request: RouteRequest) -> tuple[Match, IntArray | None]:
         """Return the match of a prompt, and (rows,) hit tokens by tier credit."""
-        if not request.hashes or request.inexact:
+        if not request.hashes:
             return NO_MATCH, None
         usable = usable_blocks(request.prompt_tokens, request.block_size)
         hashes = request.hashes
@@ -341,7 +343,7 @@ class Dispatcher:
                 now_wall_s,
                 attempt=attempt,
                 prompt_tokens=request.prompt_tokens,
-                exact=not request.inexact,
+                exact=request.exact,
                 hit_tokens=decision.hit,
                 new_tokens=new,
                 batch_size=int(decision.batch_size[choice.index]),

@@ -367,6 +367,11 @@ class PrefixIndex:
         """True if a shadow or live slot's set has this block."""
         return bool(self._mask(block) & self._slots.bits[slot])
 
+    def blocks(self, slot: int) -> list[BlockHash]:
+        """Return the blocks of a slot's set, unordered; for audits: it visits all blocks."""
+        bit = self._slots.bits[slot]
+        return [block for shard in self._shards for block, mask in shard.items() if mask & bit]
+
     def count(self, slot: int) -> int:
         """Return how many blocks a shadow or live slot's set has; compare with `KvBatch.count`."""
         return self._counts[slot]

@@ -1,0 +1,47 @@
+# Two commands are enough: `make up` serves, `make test` checks. Each sets up what it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help up test test-vllm check format vllm-env bench sim clean
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.run: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"Multiplane needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON=/path/to/python3.11"'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Multiplane into $(VENV) (once) …"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[embedded]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "Installing what the tests need (once) …"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+up: $(VENV)/.run ## Start a whole plane here: NATS, emulated engines, sidecars, routers. ARGS="--help" lists what it can do.
+	@$(BIN)/multiplane up $(ARGS)
+
+test: $(VENV)/.dev ## Run every test that needs nothing but this machine. ARGS="tests/core -k index" narrows it.
+	@$(PYTEST) -n $(JOBS) --dist loadfile -m "not vllm and not docker" $(ARGS)
+
+test-vllm: $(VENV)/.dev ## Run the tests against real vLLM on this CPU (builds its environment once: about 3 minutes).
+	@MULTIPLANE_VLLM_PYTHON=$$($(BIN)/python tests/vllm_env/build.py) && export MULTIPLANE_VLLM_PYTHON && $(PYTEST) -m vllm $(ARGS)
+
+vllm-env: ## Build the environment with real vLLM for the CPU, and print its interpreter.
+	@$(PYTHON) tests/vllm_env/build.py
+
+check: $(VENV)/.dev ## Formatting, lint and types, as CI runs them.
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev ## Put the formatting right.
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean: ## Remove everything that these targets made here.
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

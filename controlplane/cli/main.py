@@ -1,0 +1,44 @@
+"""`multiplane`: one command for everything; sub-commands import what they run when they run."""
+
+from __future__ import annotations
+
+import typer
+
+from controlplane.cli import errors
+from controlplane.cli.router_command import router
+
+app = typer.Typer(
+    name="multiplane",
+    help="A control plane for fleets of vLLM servers: KV-cache-aware routing that can be audited.",
+    epilog="Start with `multiplane up`: a whole plane on this machine, no GPU needed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"multiplane {version('multiplane')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """A control plane for fleets of vLLM servers: KV-cache-aware routing that can be audited."""
+
+
+app.command()(router)
+
+
+def run() -> None:
+    """Run the command line; the console script's entry point."""
+    with errors.explained():
+        app()

@@ -1,0 +1,174 @@
+"""The operator's side of a router, on a port of its own: metrics, health, and why it decides so.
+
+GET  /metrics                 Prometheus
+GET  /health, /ready          liveness and readiness
+GET  /debug/state             the fleet as this router sees it
+GET  /debug/blocks?instance=  the block hashes it believes an instance has
+POST /debug/explain           a chat or completion request → every candidate; nothing is sent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from router.http_exchange import JSON, Exchange
+from router.metrics import CONTENT_TYPE
+from router.prompt import Inexact, Prompt
+from router.service import LOCAL, Router, route_request
+from router.surface import read
+from schemas.codec import RemoteError
+from schemas.openai import decode_chat, decode_completion
+
+
+class Admin:
+    """Answers operators; a handler for an HTTP server."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer one request; see `router.http_server.Handler`."""
+        answer = _ROUTES.get((exchange.method, exchange.path))
+        if answer is not None:
+            answer(self, exchange)
+        elif exchange.method == b"GET" and exchange.path in LOCAL:
+            LOCAL[exchange.path](self._router, exchange)
+        else:
+            known = ", ".join(sorted(f"{m.decode()} {p.decode()}" for m, p in _ROUTES))
+            exchange.respond_error(404, "invalid_request_error", f"there is only {known}")
+
+    def _metrics(self, exchange: Exchange) -> None:
+        exchange.respond(200, ((b"content-type", CONTENT_TYPE),), self._router.metrics.render())
+
+    def _state(self, exchange: Exchange) -> None:
+        models = {
+            served.model: {
+                "policy": served.plane.config.policy,
+                "card": served.card,
+                "instances": [self._instance(served, instance) for instance in served.plane.fleet],
+                "index_blocks": len(served.plane.index),
+                "tickets": len(served.plane.requests.tickets),
+                "hotspots": [msgspec.to_builtins(h) for h in served.plane.verdicts.hotspots],
+                "counts": dict(served.plane.requests.counts),
+            }
+            for served in self._router.directory
+        }
+        state = {"router_id": self._router.router_id, "models": models}
+        exchange.respond(200, (JSON,), msgspec.json.encode(state))
+
+    def _instance(self, served: Any, instance: Any) -> dict[str, Any]:
+        plane = served.plane
+        row = instance.row
+        load = instance.load
+        return {
+            "instance": instance.record.instance_id,
+            "url": instance.record.url,
+            "state": instance.record.state,
+            "trust": instance.trust,
+            "batch_size": int(plane.ledger.batch[row]),
+            "queued_tokens": int(plane.ledger.queued[row]),
+            "load": plane.ledger.of(instance.record.instance_id),
+            "blocks": sum(plane.index.count(slot) for slot in instance.slots.values()),
+            "epoch": instance.follower.epoch,
+            "seq": instance.follower.seq,
+            "drained": instance.drained,
+            "breaker_open": instance.breaker_open,
+            "kv_usage": None if load is None else load.kv_usage,
+            "running": None if load is None else load.running,
+            "waiting": None if load is None else load.waiting,
+        }
+
+    def _blocks(self, exchange: Exchange) -> None:
+        wanted = parse_qs(exchange.query.decode("latin-1")).get("instance", [""])[0]
+        for served in self._router.directory:
+            instance = served.plane.fleet.get(wanted)
+            if instance is not None:
+                break
+        else:
+            exchange.respond_error(
+                404, "invalid_request_error", f"no instance {wanted!r}", param="instance"
+            )
+            return
+        slot = instance.slots.get(0)
+        blocks = [] if slot is None else sorted(served.plane.index.blocks(slot))
+        answer = {
+            "instance": wanted,
+            "trust": instance.trust,
+            "epoch": instance.follower.epoch,
+            "seq": instance.follower.seq,
+            "blocks": blocks,
+        }
+        exchange.respond(200, (JSON,), msgspec.json.encode(answer))
+
+    def _explain(self, exchange: Exchange) -> None:
+        task = asyncio.get_running_loop().create_task(self._explain_later(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _explain_later(self, exchange: Exchange) -> None:
+        body = exchange.body
+        try:
+            parsed = decode_chat(body) if b'"messages"' in body else decode_completion(body)
+        except RemoteError as error:
+            exchange.respond_error(400, "invalid_request_error", str(error))
+            return
+        resolved = self._router.directory.resolve(parsed.model)
+        if resolved is None:
+            names = ", ".join(self._router.directory.names) or "none yet"
+            exchange.respond_error(
+                404, "invalid_request_error", f"no model {parsed.model!r}; there is {names}"
+            )
+            return
+        found = read(resolved.served.reader, parsed, resolved.lora)
+        if not isinstance(found, Prompt | Inexact):
+            found = await found
+        request = route_request("explain", resolved.served, found, resolved.lora, len(body))
+        began = time.perf_counter()
+        decision = resolved.served.plane.requests.decide(request, time.monotonic())
+        took_s = time.perf_counter() - began
+        if decision is None:
+            exchange.respond_error(503, "service_unavailable", "no instance", code="no_instance")
+            return
+        candidates = [
+            {
+                "instance": candidate.instance_id,
+                "p_tokens": candidate.queued_tokens
+                + max(request.prompt_tokens - candidate.hit_tokens, 1),
+                "queued_tokens": candidate.queued_tokens,
+                "batch_size": candidate.batch_size,
+                "hit_tokens": candidate.hit_tokens,
+                "score": candidate.score,
+                "eligible": candidate.eligible,
+                "trust": decision.rows[row].trust,
+            }
+            for row, candidate in enumerate(decision.candidates())
+        ]
+        answer = {
+            "model": resolved.served.model,
+            "pick": decision.instance.record.instance_id,
+            "policy": decision.choice.policy,
+            "reason": decision.reason,
+            "prompt_tokens": request.prompt_tokens,
+            "exact": request.exact,
+            "block_size": request.block_size,
+            "block_hashes": [f"{block:016x}" for block in request.hashes],
+            "ties": decision.choice.ties,
+            "decide_s": took_s,
+            "candidates": candidates,
+        }
+        exchange.respond(200, (JSON,), msgspec.json.encode(answer))
+
+
+_ROUTES: Final[dict[tuple[bytes, bytes], Callable[[Admin, Exchange], None]]] = {
+    (b"GET", b"/metrics"): Admin._metrics,
+    (b"GET", b"/debug/state"): Admin._state,
+    (b"GET", b"/debug/blocks"): Admin._blocks,
+    (b"POST", b"/debug/explain"): Admin._explain,
+}

@@ -1,0 +1,61 @@
+"""What a router process is told at its start."""
+
+from __future__ import annotations
+
+import msgspec
+
+from controlplane.bus import NatsOptions
+from controlplane.core.plane import PlaneConfig
+from router.breaker import BreakerPolicy
+from router.limits import ServerLimits, UpstreamLimits
+
+
+class RouterConfig(msgspec.Struct, frozen=True):
+    """Settings of one router process; everything per model comes from the bus.
+
+    Attributes:
+        bus_url: where the bus is, `nats://host:port[,…]`.
+        bus_options: credentials and TLS, as `controlplane.bus.connect` takes them.
+        host: address for clients.
+        port: port for clients; 0 for a free one.
+        admin_host: address for metrics, health and debugging; loopback unless told otherwise.
+        admin_port: its port; 0 for a free one.
+        router_id: name on the bus; made up if empty. Each process needs its own.
+        reuse_port: share `port` with other router processes.
+        plane: how decisions are made.
+        server: limits towards clients.
+        upstream: limits towards engines.
+        breaker: when an instance counts as broken.
+        prefix_cache_bytes: memory for tokenized prefixes.
+        events_max: bus messages waiting to be taken in; beyond it the oldest are dropped, which
+            shows as a gap and heals.
+        events_slice_s: time given to bus messages before requests get their turn.
+        tick_s: how often ageing and sweeping run.
+        flush_s: how long route events wait for company.
+        snapshot_timeout_s: silence in the middle of a snapshot after which it has failed.
+        snapshots_at_once: snapshots fetched at the same time.
+        stop_grace_s: how long running streams may take to end when the router is stopped.
+        access_log: write a line for every request.
+    """
+
+    bus_url: str
+    bus_options: NatsOptions = NatsOptions()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8001
+    router_id: str = ""
+    reuse_port: bool = False
+    plane: PlaneConfig = PlaneConfig()
+    server: ServerLimits = ServerLimits()
+    upstream: UpstreamLimits = UpstreamLimits()
+    breaker: BreakerPolicy = BreakerPolicy()
+    prefix_cache_bytes: int = 500_000_000
+    events_max: int = 100_000
+    events_slice_s: float = 0.002
+    tick_s: float = 0.1
+    flush_s: float = 0.005
+    snapshot_timeout_s: float = 5.0
+    snapshots_at_once: int = 8
+    stop_grace_s: float = 60.0
+    access_log: bool = False

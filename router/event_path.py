@@ -1,0 +1,326 @@
+"""The event path: from the bus into the planes, and from the planes to the bus.
+
+Theory of operation. The bus's callbacks only queue; a drain that runs for at most
+`events_slice_s` at a time decodes and applies, so that a burst of events never holds up requests
+for longer than that. Effects are carried out here: snapshots are fetched, notes are logged and
+counted. Nothing on the request path waits for any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from controlplane.bus.protocol import Bus, BusError, Entry, Objects, Subscription
+from controlplane.core.effects import Alarm, Effect, FetchSnapshot
+from controlplane.core.events import (
+    BreakerState,
+    BusState,
+    Event,
+    InstanceGone,
+    SnapshotFailed,
+    Tick,
+)
+from router.config import RouterConfig
+from router.directory import Directory, ServedModel
+from router.tokens import PromptReader
+from schemas import bus as messages
+from schemas import subjects
+from schemas.codec import RemoteError, encode
+
+logger = logging.getLogger(__name__)
+
+_DECODERS: dict[str, Callable[[bytes], Event]] = {
+    "kv": messages.decode_kv,
+    "load": messages.decode_load,
+    "route": messages.decode_route,
+    "hotspot": messages.decode_hotspot,
+    "policy": messages.decode_policy,
+}
+
+
+class EventPath:
+    """Keeps the planes of a directory equal to what the bus says.
+
+    Attributes:
+        counts: what happened, by name: messages, undecodable, overflow, notes and alarms by kind.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        directory: Directory,
+        config: RouterConfig,
+        router_id: str,
+        *,
+        make_reader: Callable[[messages.ModelCard], PromptReader],
+        instances_changed: Callable[[], None],
+        ticked: Callable[[float], None],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._bus = bus
+        self._directory = directory
+        self._config = config
+        self._router_id = router_id
+        self._make_reader = make_reader
+        self._instances_changed = instances_changed
+        self._ticked = ticked
+        self._queue: deque[tuple[str, str, bytes]] = deque()
+        self._parsed: dict[str, tuple[str, str]] = {}
+        self._draining = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._snapshots = asyncio.Semaphore(config.snapshots_at_once)
+        self._subscriptions: list[Subscription] = []
+        self._flush_due: asyncio.TimerHandle | None = None
+        self._cards: Objects | None = None
+        self._loading: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self) -> None:
+        """Subscribe to everything and begin to tick; returns without waiting for the bus."""
+        self._bus.on_state(self._bus_state)
+        self._cards = await self._bus.objects(subjects.MODELS)
+        for kind in _DECODERS:
+            self._subscriptions.append(
+                await self._bus.subscribe(subjects.all_of(kind), self._message)
+            )
+        instances = await self._bus.bucket(subjects.INSTANCES)
+        self._subscriptions.append(await instances.watch(self._instance_entry))
+        verdicts = await self._bus.bucket(subjects.VERDICTS)
+        self._subscriptions.append(await verdicts.watch(self._verdict_entry))
+        self._spawn(self._ticking())
+
+    async def stop(self) -> None:
+        """Tell what is left to tell, and end."""
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._flush_due is not None:
+            self._flush_due.cancel()
+        self.flush()
+
+    @property
+    def waiting(self) -> int:
+        """Messages that are queued."""
+        return len(self._queue)
+
+    # --- messages in
+
+    def _message(self, subject: str, payload: bytes) -> None:
+        """Queue a message; the oldest goes beyond the bound, and shows as a gap."""
+        parsed = self._parsed.get(subject)
+        if parsed is None:
+            try:
+                kind, model, _ = subjects.parse(subject)
+            except RemoteError:
+                self.counts["unknown_subject"] += 1
+                return
+            if len(self._parsed) >= 65_536:
+                self._parsed.clear()
+            parsed = self._parsed[subject] = (kind, model)
+        if len(self._queue) >= self._config.events_max:
+            self._queue.popleft()
+            self.counts["overflow"] += 1
+        self._queue.append((*parsed, payload))
+        if not self._draining:
+            self._draining = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Apply queued messages for one slice of time."""
+        queue = self._queue
+        until_s = time.monotonic() + self._config.events_slice_s
+        while queue:
+            self._apply(*queue.popleft())
+            if time.monotonic() >= until_s:
+                break
+        if queue:
+            self._loop.call_soon(self._drain)
+        else:
+            self._draining = False
+
+    def _apply(self, kind: str, model: str, payload: bytes) -> None:
+        served = self._directory.get(model)
+        if served is None:
+            self.counts["unknown_model"] += 1
+            return
+        try:
+            event = _DECODERS[kind](payload)
+        except RemoteError as error:
+            self.counts["undecodable"] += 1
+            logger.debug("undecodable %s message for %s: %s", kind, model, error)
+            return
+        self.counts[kind] += 1
+        self.carry_out(served.plane.handle(event, time.monotonic()))
+
+    # --- records
+
+    def _instance_entry(self, entry: Entry) -> None:
+        """An instance's record came, changed or went."""
+        try:
+            model, instance_id = subjects.parse_key(entry.key)
+            record = None if entry.value is None else messages.decode_instance(entry.value)
+        except RemoteError as error:
+            self.counts["undecodable"] += 1
+            logger.warning("unreadable instance record %s: %s", entry.key, error)
+            return
+        now_s = time.monotonic()
+        served = self._directory.get(model)
+        if record is None:
+            # An expired record proves nothing: its sidecar may be cut off. Silence decides.
+            if served is None or entry.expired:
+                return
+            effects = served.plane.handle(InstanceGone(instance_id), now_s)
+        else:
+            served = self._directory.of(record)
+            if served is None:
+                return
+            effects = served.plane.handle(record, now_s)
+            self._want_card(served, record.card)
+        self._directory.rename()
+        self._instances_changed()
+        self.carry_out(effects)
+
+    def _want_card(self, served: ServedModel, digest: str) -> None:
+        """Fetch a model card, unless the one in use still belongs to some instance."""
+        used = served.card and any(i.record.card == served.card for i in served.plane.fleet)
+        if digest and not used and digest not in self._loading:
+            self._loading.add(digest)
+            self._spawn(self._read_card(served, digest))
+
+    async def _read_card(self, served: ServedModel, digest: str) -> None:
+        """Fetch a model card and read prompts with it from then on; tries until it is there."""
+        assert self._cards is not None
+        wait_s = 0.2
+        try:
+            while True:
+                try:
+                    data = await self._cards.get(digest)
+                    if data is not None:
+                        card = messages.decode_card(data)
+                        served.reader = await asyncio.to_thread(self._make_reader, card)
+                        served.card, served.block_size = digest, card.block_size
+                        logger.info("model card %s of %s is in use", digest[:12], served.model)
+                        return
+                except BusError as error:
+                    logger.debug("model card %s: %s", digest[:12], error)
+                except (RemoteError, ValueError) as error:
+                    self.counts["bad_card"] += 1
+                    logger.error("model card %s of %s: %s", digest[:12], served.model, error)
+                    return
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, 5.0)
+        finally:
+            self._loading.discard(digest)
+
+    def _verdict_entry(self, entry: Entry) -> None:
+        """A verdict that stands, for routers that join late; messages bring the changes."""
+        if entry.value is None:
+            return
+        try:
+            model, name = subjects.parse_key(entry.key)
+            decode: Any = (
+                messages.decode_hotspot if name.startswith("hotspot") else messages.decode_policy
+            )
+            event = decode(entry.value)
+        except RemoteError as error:
+            self.counts["undecodable"] += 1
+            logger.warning("unreadable verdict %s: %s", entry.key, error)
+            return
+        served = self._directory.get(model)
+        if served is not None:
+            self.carry_out(served.plane.handle(event, time.monotonic()))
+
+    # --- time and state
+
+    def _bus_state(self, connected: bool) -> None:
+        logger.warning("the bus is %s", "connected" if connected else "lost")
+        now_s = time.monotonic()
+        event = BusState(connected)
+        self.carry_out(self._directory.each(lambda plane: plane.handle(event, now_s)))
+
+    async def _ticking(self) -> None:
+        tick = Tick()
+        while True:
+            await asyncio.sleep(self._config.tick_s)
+            now_s = time.monotonic()
+            before = sum(len(served.plane.fleet) for served in self._directory)
+            effects: list[Effect] = []
+            for served in self._directory:
+                effects += served.plane.handle(tick, now_s)
+            self.carry_out(effects)
+            if before != sum(len(served.plane.fleet) for served in self._directory):
+                self._directory.rename()
+                self._instances_changed()
+            self._ticked(now_s)
+            self.flush()
+
+    def breaker(self, served: ServedModel, instance_id: str, is_open: bool) -> None:
+        """Tell a plane what the data plane found."""
+        event = BreakerState(instance_id, is_open)
+        self.carry_out(served.plane.handle(event, time.monotonic()))
+
+    # --- effects out
+
+    def carry_out(self, effects: Iterable[Effect]) -> None:
+        """Do what a plane asks for."""
+        for effect in effects:
+            if isinstance(effect, FetchSnapshot):
+                self._spawn(self._fetch(effect))
+                continue
+            self.counts[effect.kind] += 1
+            level = logging.WARNING if isinstance(effect, Alarm) else logging.INFO
+            logger.log(level, "%s %s: %s", effect.kind, effect.instance_id, effect.text)
+
+    async def _fetch(self, wanted: FetchSnapshot) -> None:
+        """Fetch one snapshot, chunk by chunk; exactly one failure is told if it does not come."""
+        await asyncio.sleep(wanted.after_s)
+        served = self._directory.get(wanted.model)
+        assert served is not None
+        subject = subjects.snapshot(wanted.model, wanted.instance_id)
+        request = encode(messages.SnapshotRequest(self._router_id))
+        failure = "the answer ended early"
+        async with self._snapshots:
+            try:
+                async for payload in self._bus.request(
+                    subject, request, timeout_s=self._config.snapshot_timeout_s
+                ):
+                    chunk = messages.decode_snapshot_chunk(payload)
+                    self.carry_out(served.plane.handle(chunk, time.monotonic()))
+                    if chunk.index + 1 == chunk.chunks:
+                        return
+                    await asyncio.sleep(0)
+            except (BusError, RemoteError) as error:
+                failure = str(error)
+        failed = SnapshotFailed(wanted.instance_id, failure)
+        self.carry_out(served.plane.handle(failed, time.monotonic()))
+
+    def told(self) -> None:
+        """Note that a plane has route events to tell: they leave within `flush_s`."""
+        if self._flush_due is None:
+            self._flush_due = self._loop.call_later(self._config.flush_s, self.flush)
+
+    def flush(self) -> None:
+        """Publish all route events that wait."""
+        self._flush_due = None
+        for served in self._directory:
+            subject = subjects.route(served.model, self._router_id)
+            while (batch := served.plane.outbox.take(time.time())) is not None:
+                self._bus.publish(subject, encode(batch))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of the event path failed", exc_info=task.exception())
+            self.counts["task_failed"] += 1
