@@ -30,6 +30,11 @@ def block_hash_of(name: EngineHash) -> BlockHash:
     return name ^ _ENGINE_MARK
 
 
+def digest(data: bytes) -> int:
+    """Return 64 well mixed bits of `data`: a seed."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 def derived_hashes(parent: EngineHash, count: int) -> list[EngineHash]:
     """Return a chain of `count` hashes for blocks whose tokens nobody needs, after `parent`."""
     chain: list[EngineHash] = []
