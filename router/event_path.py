@@ -27,6 +27,7 @@ from controlplane.core.events import (
 )
 from router.config import RouterConfig
 from router.directory import Directory, ServedModel
+from router.standing import StandingVerdicts
 from router.tokens import PromptReader
 from schemas import bus as messages
 from schemas import subjects
@@ -38,8 +39,6 @@ _DECODERS: dict[str, Callable[[bytes], Event]] = {
     "kv": messages.decode_kv,
     "load": messages.decode_load,
     "route": messages.decode_route,
-    "hotspot": messages.decode_hotspot,
-    "policy": messages.decode_policy,
 }
 
 
@@ -69,6 +68,7 @@ class EventPath:
         self._make_reader = make_reader
         self._instances_changed = instances_changed
         self._ticked = ticked
+        self._standing = StandingVerdicts()
         self._queue: deque[tuple[str, str, bytes]] = deque()
         self._parsed: dict[str, tuple[str, str]] = {}
         self._draining = False
@@ -181,7 +181,12 @@ class EventPath:
             served = self._directory.of(record)
             if served is None:
                 return
+            known = served.plane.fleet.get(instance_id) is not None
             effects = served.plane.handle(record, now_s)
+            if not known:
+                # What stands may concern the newcomer; the rest is known and changes nothing.
+                for verdict in self._standing.of(model, now_s):
+                    effects += served.plane.handle(verdict, now_s)
             self._want_card(served, record.card)
         self._directory.rename()
         self._instances_changed()
@@ -220,22 +225,17 @@ class EventPath:
             self._loading.discard(digest)
 
     def _verdict_entry(self, entry: Entry) -> None:
-        """A verdict that stands, for routers that join late; messages bring the changes."""
-        if entry.value is None:
-            return
+        """A verdict was made, changed or lifted."""
+        now_s = time.monotonic()
         try:
-            model, name = subjects.parse_key(entry.key)
-            decode: Any = (
-                messages.decode_hotspot if name.startswith("hotspot") else messages.decode_policy
-            )
-            event = decode(entry.value)
+            found = self._standing.feed(entry.key, entry.value, entry.revision, now_s)
         except RemoteError as error:
             self.counts["undecodable"] += 1
             logger.warning("unreadable verdict %s: %s", entry.key, error)
             return
-        served = self._directory.get(model)
-        if served is not None:
-            self.carry_out(served.plane.handle(event, time.monotonic()))
+        served = None if found is None else self._directory.get(found[0])
+        if found is not None and served is not None:
+            self.carry_out(served.plane.handle(found[1], now_s))
 
     # --- time and state
 

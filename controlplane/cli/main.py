@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from controlplane.cli import errors
+from controlplane.cli import bus_command, errors, operator_commands
+from controlplane.cli.doctor_command import doctor
 from controlplane.cli.router_command import router
 
 app = typer.Typer(
@@ -36,6 +37,12 @@ def root(
 
 
 app.command()(router)
+app.command()(doctor)
+app.command()(operator_commands.instances)
+app.command()(operator_commands.drain)
+app.add_typer(operator_commands.blacklist_app, name="blacklist")
+app.add_typer(operator_commands.policy_app, name="policy")
+app.add_typer(bus_command.app, name="bus")
 
 
 def run() -> None:

@@ -1,0 +1,111 @@
+"""`multiplane bus`: what the plane keeps on NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from controlplane.bus import NatsBus, NatsOptions, connect
+from controlplane.bus.layout import layout
+from controlplane.bus.protocol import BusError
+from controlplane.bus.setup import Holding, describe, ensure
+from controlplane.cli.errors import UsageError
+from controlplane.cli.options import (
+    DEFAULT_NATS,
+    NatsCa,
+    NatsPasswordFile,
+    NatsUrl,
+    NatsUser,
+    nats_options,
+)
+
+app = typer.Typer(help="Create and look at what the plane keeps on NATS.", no_args_is_help=True)
+
+
+@app.command()
+def init(
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+    replicas: Annotated[int, typer.Option(help="Copies of everything: 1, 3 or 5.")] = 1,
+    storage: Annotated[str, typer.Option(help="file or memory.")] = "file",
+    size: Annotated[
+        float, typer.Option(help="Factor on every bound in bytes; 0.1 for a small disk.")
+    ] = 1.0,
+) -> None:
+    """Create streams, buckets and object stores, or correct those that differ. Repeatable."""
+    if storage not in ("file", "memory"):
+        raise UsageError(f"--storage {storage}: choose file or memory")
+    kind: Literal["file", "memory"] = "memory" if storage == "memory" else "file"
+    try:
+        plan = layout(replicas, kind, size)
+    except ValueError as error:
+        raise UsageError(f"--replicas or --size: {error}") from error
+
+    async def work() -> None:
+        bus = await _connected(nats, nats_options(nats_user, nats_password_file, nats_ca))
+        for change in await ensure(bus, plan):
+            typer.echo(
+                f"{change.action:10} {change.kind:7} {change.name}  {change.detail}".rstrip()
+            )
+        await bus.close()
+
+    asyncio.run(work())
+
+
+@app.command()
+def status(
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """Show what the server holds."""
+
+    async def work() -> None:
+        bus = await _connected(nats, nats_options(nats_user, nats_password_file, nats_ca))
+        plan = layout()
+        holdings = await describe(bus, plan)
+        await bus.close()
+        Console().print(_table(holdings))
+        wanted = len(plan.streams) + len(plan.buckets) + len(plan.stores)
+        if len(holdings) < wanted:
+            missing = wanted - len(holdings)
+            typer.echo(f"{missing} missing: run `multiplane bus init`", err=True)
+            raise typer.Exit(1)
+
+    asyncio.run(work())
+
+
+async def _connected(url: str, options: NatsOptions) -> NatsBus:
+    bus = await connect(url, name="multiplane-bus", options=options)
+    if not isinstance(bus, NatsBus):
+        raise UsageError(f"--nats {url}: not a NATS URL")
+    if not bus.connected:
+        await bus.close()
+        raise BusError(f"no NATS server answers at {url}; start one, or correct --nats")
+    return bus
+
+
+def _table(holdings: list[Holding]) -> Table:
+    table = Table("kind", "name", "entries", "bytes", "of", "newest", "readers", "copies")
+    now_s = time.time()
+    for held in holdings:
+        newest = "" if held.newest_wall_s is None else f"{now_s - held.newest_wall_s:.0f} s ago"
+        table.add_row(
+            held.kind,
+            held.name,
+            f"{held.messages:,}",
+            f"{held.nbytes / 1e6:,.1f} MB",
+            f"{held.bytes_max / 1e6:,.0f} MB",
+            newest,
+            str(held.consumers),
+            f"{held.current}/{held.replicas}",
+        )
+    return table

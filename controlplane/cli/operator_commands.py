@@ -1,0 +1,192 @@
+"""`multiplane drain`, `blacklist` and `policy`: what an operator says to the plane."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import typer
+
+from controlplane.bus import connect
+from controlplane.bus.protocol import BusError
+from controlplane.cli.errors import UsageError
+from controlplane.cli.options import (
+    DEFAULT_NATS,
+    NatsCa,
+    NatsPasswordFile,
+    NatsUrl,
+    NatsUser,
+    nats_options,
+)
+from controlplane.core.policies import POLICIES
+from controlplane.operator import Operator
+
+Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
+Ttl = Annotated[
+    float | None, typer.Option("--ttl-s", min=1.0, help="Ends by itself after this long.")
+]
+InstanceId = Annotated[str, typer.Argument(help="Instance, as `multiplane instances` lists it.")]
+
+blacklist_app = typer.Typer(help="Keep requests from instances for a while.", no_args_is_help=True)
+policy_app = typer.Typer(help="Override the routers' policy.", no_args_is_help=True)
+
+
+def _with_operator(
+    url: str,
+    user: str | None,
+    password_file: object,
+    ca: object,
+    work: Callable[[Operator], Awaitable[None]],
+) -> None:
+    from pathlib import Path
+
+    assert password_file is None or isinstance(password_file, Path)
+    assert ca is None or isinstance(ca, Path)
+
+    async def run() -> None:
+        bus = await connect(url, name="operator", options=nats_options(user, password_file, ca))
+        try:
+            if not bus.connected:
+                raise BusError(f"no NATS server answers at {url}; start one, or correct --nats")
+            await work(Operator(bus))
+        finally:
+            await bus.close()
+
+    asyncio.run(run())
+
+
+def drain(
+    instance: InstanceId,
+    off: Annotated[bool, typer.Option("--off", help="Take it back.")] = False,
+    reason: Reason = "",
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """Send no new requests to an instance; running ones finish."""
+
+    async def work(operator: Operator) -> None:
+        await operator.drain(instance, on=not off, reason=reason)
+        typer.echo(f"{instance} is {'taken back' if off else 'draining'}")
+
+    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+
+
+def instances(
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """List the registered instances."""
+    from rich.console import Console
+    from rich.table import Table
+
+    async def work(operator: Operator) -> None:
+        table = Table("model", "instance", "url", "state", "block", "blocks", "engine")
+        for record in await operator.instances():
+            table.add_row(
+                record.model,
+                record.instance_id,
+                record.url,
+                record.state,
+                str(record.block_size),
+                str(record.num_blocks or "?"),
+                record.engine_version,
+            )
+        Console().print(table)
+
+    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+
+
+@blacklist_app.command("add")
+def blacklist_add(
+    instance: InstanceId,
+    ttl_s: Ttl = None,
+    reason: Reason = "",
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """Keep requests from an instance, unless no other is left."""
+
+    async def work(operator: Operator) -> None:
+        await operator.blacklist(instance, on=True, ttl_s=ttl_s, reason=reason)
+        typer.echo(f"{instance} is blacklisted" + (f" for {ttl_s:g} s" if ttl_s else ""))
+
+    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+
+
+@blacklist_app.command("remove")
+def blacklist_remove(
+    instance: InstanceId,
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """Take an instance back."""
+
+    async def work(operator: Operator) -> None:
+        await operator.blacklist(instance, on=False, ttl_s=None)
+        typer.echo(f"{instance} is taken back")
+
+    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+
+
+@blacklist_app.command("list")
+def blacklist_list(
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """List what operators and detectors have said that is still in force."""
+
+    async def work(operator: Operator) -> None:
+        for standing in await operator.standing():
+            typer.echo(f"{standing.model}: {standing.statement}")
+
+    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+
+
+@policy_app.command("set")
+def policy_set(
+    model: Annotated[str, typer.Argument(help="Model id on the bus.")],
+    policy: Annotated[str, typer.Argument(help="Name of the policy.")],
+    ttl_s: Ttl = None,
+    reason: Reason = "",
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """Make every router use a policy for a model."""
+    if policy not in POLICIES:
+        raise UsageError(f"POLICY {policy}: choose one of {', '.join(sorted(POLICIES))}")
+
+    async def work(operator: Operator) -> None:
+        await operator.policy(model, policy, ttl_s=ttl_s, reason=reason)
+        typer.echo(f"{model} is routed by {policy}" + (f" for {ttl_s:g} s" if ttl_s else ""))
+
+    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+
+
+@policy_app.command("clear")
+def policy_clear(
+    model: Annotated[str, typer.Argument(help="Model id on the bus.")],
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+) -> None:
+    """Let every router use its configured policy again."""
+
+    async def work(operator: Operator) -> None:
+        await operator.policy(model, "")
+        typer.echo(f"{model} is routed by the configured policy")
+
+    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)

@@ -1,0 +1,95 @@
+"""Verdicts that stand in the bucket: hotspots, the policy override, drains and blacklists.
+
+The bucket is what routers obey: its revisions order every change, and whoever joins late finds what
+is in force. (The same statements on the `hotspot` and `policy` subjects are for the audit log.)
+A deleted entry means the opposite of what it said.
+
+    key            entry            deleted
+    -----------    -------------    -------------------------
+    hotspot-…      HotspotRaised    HotspotCleared
+    policy         PolicyOverride   PolicyOverride, no policy
+    drain-…        Drain            Drain off
+    blacklist-…    Blacklist        Blacklist off
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from schemas import bus as messages
+from schemas import subjects
+from schemas.codec import RemoteError
+
+Verdict = (
+    messages.HotspotRaised
+    | messages.HotspotCleared
+    | messages.PolicyOverride
+    | messages.Drain
+    | messages.Blacklist
+)
+
+_decode: dict[str, Callable[[bytes], Verdict]] = {
+    "hotspot": messages.decode_hotspot,
+    "policy": messages.decode_policy,
+    "drain": messages.decode_policy,
+    "blacklist": messages.decode_policy,
+}
+
+
+class StandingVerdicts:
+    """What stands, by key; bounded by the bucket."""
+
+    def __init__(self) -> None:
+        self._standing: dict[str, tuple[str, Verdict, float]] = {}
+
+    def feed(
+        self, key: str, value: bytes | None, revision: int, now_s: float
+    ) -> tuple[str, Verdict] | None:
+        """Take an entry of the bucket; returns (model, what it says now), None if nothing new.
+
+        Raises:
+            RemoteError: the entry cannot be read.
+        """
+        model, name = subjects.parse_key(key)
+        if value is None:
+            before = self._standing.pop(key, None)
+            return None if before is None else (model, _lifted(before[1], revision))
+        decode = _decode.get(name.partition("-")[0])
+        if decode is None:
+            raise RemoteError(f"not a verdict: {name!r}")
+        verdict: Verdict = msgspec.structs.replace(decode(value), revision=revision)
+        self._standing[key] = (model, verdict, now_s)
+        return model, verdict
+
+    def of(self, model: str, now_s: float) -> list[Verdict]:
+        """Return what stands for a model, with what is left of its time."""
+        return [
+            left
+            for of_model, verdict, since_s in self._standing.values()
+            if of_model == model and (left := _left(verdict, now_s - since_s)) is not None
+        ]
+
+
+def _left(verdict: Verdict, age_s: float) -> Verdict | None:
+    """Return a verdict with what is left of its time; None if nothing is."""
+    ttl_s: Any = getattr(verdict, "ttl_s", None)
+    if ttl_s is None:
+        return verdict
+    if age_s >= ttl_s:
+        return None
+    shorter: Verdict = msgspec.structs.replace(verdict, ttl_s=ttl_s - age_s)
+    return shorter
+
+
+def _lifted(verdict: Verdict, revision: int) -> Verdict:
+    """Return what the end of a verdict means."""
+    if isinstance(verdict, messages.HotspotRaised):
+        return messages.HotspotCleared(verdict.key, verdict.depth_blocks, revision, 0.0)
+    if isinstance(verdict, messages.PolicyOverride):
+        return messages.PolicyOverride("", revision, 0.0)
+    if isinstance(verdict, messages.Drain | messages.Blacklist):
+        return type(verdict)(verdict.instance_id, False, revision, 0.0)
+    return verdict
