@@ -98,7 +98,7 @@ def _content(
         parts = [kept for part in parts if (kept := _without_billing_header(part)) is not None]
     if content_format == "openai":
         return parts
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(part["text"] for part in parts if part["text"])  # vLLM drops empty ones
 
 
 def _text_part(part: Any) -> dict[str, Any]:

@@ -223,11 +223,14 @@ class PrefixCache:
         return Space(block_size)
 
     def drop(self, space: Space) -> None:
-        """Forget everything of a space. Its handles must be back. Complexity: the whole cache."""
+        """Forget a space's prefixes; those pinned now go as unused ones do, when room is needed.
+
+        Complexity: the whole cache.
+        """
         for node in [node for node in self._order if node.space is space]:
-            assert node.pins == 0, "a handle of the space is still out"
-            del self._order[node]
-            self._unlink(node)
+            if not node.pins and not node.children:
+                self._unlink(node)
+                del self._order[node]
 
     def register(
         self, space: Space, extras: Extras, texts: Sequence[str], opening: bytes = b""

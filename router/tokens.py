@@ -45,8 +45,8 @@ class ReadLimits(msgspec.Struct, frozen=True):
     """Bounds on tokenizing.
 
     Attributes:
-        chars_now_max: longest new segment that is tokenized at once when the words of the model
-            are followed (about 1 ms at the default).
+        chars_now_max: most new characters of a request that are tokenized at once, by words
+            (about 1 ms at the default).
         chars_library_now_max: likewise by the library (about 1 ms).
         long_texts_max: most long texts that are being tokenized at a time; a request beyond them
             is `Inexact` (busy).
@@ -120,7 +120,7 @@ class PromptReader:
         return self._cutter.cuts
 
     def close(self) -> None:
-        """Forget the model's prompts; no read may be in progress."""
+        """Forget the model's prompts."""
         self._cache.drop(self._space)
 
     async def read_chat(self, request: ChatRequest, extras: Extras = NO_EXTRAS) -> Prompt | Inexact:
@@ -159,6 +159,8 @@ class PromptReader:
             return Inexact(Reason.NO_TEMPLATE)
         if request.truncate_prompt_tokens is not None:
             return Inexact(Reason.TRUNCATION)
+        if request.tools and isinstance(self._card.tokenizer_config.get("chat_template"), list):
+            return Inexact(Reason.UNSUPPORTED, "a chat template of its own for tools")
         if request.mm_processor_kwargs:
             return Inexact(Reason.MULTIMODAL, "mm_processor_kwargs")
         text = self._template.render(request)
@@ -246,16 +248,19 @@ class PromptReader:
         assert tokenizer is not None
         limits = self._limits
         now_max = limits.chars_now_max if tokenizer.by_words else limits.chars_library_now_max
+        left = now_max
         tokens: bytes | None = None
         try:
             while True:
                 text = steps.send(tokens)  # type: ignore[arg-type]
-                if len(text) <= now_max:
+                left -= len(text)
+                if left >= 0:
                     tokens = tokenizer.encode(text)
                 elif self._long_texts >= limits.long_texts_max:
                     return self._count(Inexact(Reason.BUSY))
                 else:
                     tokens = await self._encode_long(tokenizer, text)
+                    left = now_max
         except StopIteration as stop:
             return self._count(stop.value)
         finally:
@@ -272,6 +277,8 @@ class PromptReader:
                 tokens = encode(steps.send(tokens))  # type: ignore[arg-type]
         except StopIteration as stop:
             return self._count(stop.value)
+        finally:
+            steps.close()
 
     async def _encode_long(self, tokenizer: Tokenizer, text: str) -> bytes:
         self._long_texts += 1
