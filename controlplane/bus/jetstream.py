@@ -208,8 +208,8 @@ def from_sequence(seq: int) -> Json:
 
 
 def since(wall_s: float) -> Json:
-    """Delivery policy: from a moment on."""
-    moment = datetime.fromtimestamp(wall_s, UTC).isoformat()
+    """Delivery policy: from a moment on, and a little before: a float is not exact to 1 ns."""
+    moment = datetime.fromtimestamp(wall_s - 0.001, UTC).isoformat()
     return {"deliver_policy": "by_start_time", "opt_start_time": moment}
 
 

@@ -1,7 +1,7 @@
 """One connection to one NATS server, from handshake to loss: the only file that imports nats-py.
 
-nats-py brings the handshake, TLS, authentication, pings and writing. Four of its habits do not
-suit a router, and `_Client` and `_Parser` replace them:
+nats-py brings the handshake, TLS, authentication, pings and writing. Four of its habits do not suit
+a router, and `_Client` and `_Parser` replace them:
 
 - it reconnects by itself, and some errors leave it closed or silent for good. A `Link` ends at the
   first error, at once, and `NatsBus` opens the next one: a single way in, for start and restart;
@@ -11,7 +11,8 @@ suit a router, and `_Client` and `_Parser` replace them:
   and 30 ms without a turn of the loop when many small ones arrive. `_Parser` cuts frames by hand,
   calls handlers straight (3 µs) and lets the loop turn every millisecond. A reader that is too
   slow pushes back through TCP; there is no queue here to overflow;
-- a pong that comes after its `flush` gave up kills its reading task.
+- its `flush` overtakes what it should wait for: the ping skips the queue of commands. And a pong
+  that comes after a `flush` gave up kills the reading task.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nats import errors
-from nats.aio.client import Client
+from nats.aio.client import PING_PROTO, Client
 from nats.protocol.parser import Parser
 
 from controlplane.bus.guard import Guard
@@ -91,13 +92,19 @@ class _Parser(Parser):
         position = frames = 0
         pause_at = time.perf_counter() + SLICE_S
         while position < len(data):
-            end = self._frame_end(data, position)
+            words, body, end = self._frame(data, position)
             if end > len(data):
                 self._rest += memoryview(data)[position:]
                 self._needed = end - position
                 return
-            if data.startswith((b"MSG ", b"HMSG "), position):
-                self._message(data, position, end)
+            if words[0] == b"MSG":
+                reply = words[3] if len(words) == 5 else b""
+                self._deliver(words, reply, data[body : end - 2], None)
+            elif words[0] == b"HMSG":
+                reply = words[3] if len(words) == 6 else b""
+                split = body + int(words[-2])
+                headers = parse_headers(data[body:split])
+                self._deliver(words, reply, data[split : end - 2], headers)
             else:
                 await super().parse(data[position:end])
             position = end
@@ -106,39 +113,34 @@ class _Parser(Parser):
                 await asyncio.sleep(0)
                 pause_at = time.perf_counter() + SLICE_S
 
-    def _frame_end(self, data: bytes, start: int) -> int:
-        """Return where the frame at `start` ends: beyond `data` if it is not whole yet."""
+    def _frame(self, data: bytes, start: int) -> tuple[list[bytes], int, int]:
+        """Measure the frame at `start`.
+
+        Returns:
+            The words of its first line, where its body begins, where it ends: beyond the data if
+            it is not whole yet.
+        """
         line_end = data.find(b"\r\n", start)
         if line_end < 0:
             if len(data) - start > _CONTROL_BYTES_MAX:
                 raise errors.ProtocolError
-            return len(data) + 1
-        if not data.startswith((b"MSG ", b"HMSG "), start):
-            return line_end + 2
-        try:
-            size = int(data[data.rindex(b" ", start, line_end) : line_end])
-        except ValueError as error:
-            raise errors.ProtocolError from error
-        return line_end + 2 + size + 2
-
-    def _message(self, data: bytes, start: int, end: int) -> None:
-        line_end = data.index(b"\r\n", start)
-        arguments = data[start:line_end].split()
-        subject, sid = arguments[1], arguments[2]
+            return [], start, len(data) + 1
+        words = data[start:line_end].split()
         body = line_end + 2
-        headers = None
-        if data[start] == ord("H"):
-            header_end = body + int(arguments[-2])
-            headers = parse_headers(data[body:header_end])
-            body = header_end
-            reply = arguments[3] if len(arguments) == 6 else b""
-        else:
-            reply = arguments[3] if len(arguments) == 5 else b""
-        handler = self.nc.handlers.get(sid)
+        if not words:
+            raise errors.ProtocolError
+        if words[0] not in (b"MSG", b"HMSG"):
+            return words, body, body
+        if not 4 <= len(words) <= 6 or not words[-1].isdigit():
+            raise errors.ProtocolError
+        return words, body, body + int(words[-1]) + 2
+
+    def _deliver(
+        self, words: list[bytes], reply: bytes, payload: bytes, headers: Headers | None
+    ) -> None:
+        handler = self.nc.handlers.get(words[2])
         if handler is not None:
-            self.nc.guard.call(
-                handler, subject.decode(), reply.decode(), data[body : end - 2], headers
-            )
+            self.nc.guard.call(handler, words[1].decode(), reply.decode(), payload, headers)
 
 
 class _Client(Client):
@@ -160,6 +162,11 @@ class _Client(Client):
         if writer is not None:
             writer.transport.abort()
         await super()._close(status, do_cbs)
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        await self._send_command(PING_PROTO)
+        await self._flush_pending()
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():

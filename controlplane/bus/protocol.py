@@ -1,7 +1,7 @@
 """The event plane as the rest of the code sees it: one protocol, two implementations.
 
 `nats_bus.NatsBus` is the real one; `memory_bus.MemoryBus` runs the same contract suite
-(`tests/bus/test_contract.py`) and serves tests and the simulator.
+(`tests/bus/test_contract_*.py`) and serves tests and the simulator.
 
 What a bus promises:
 

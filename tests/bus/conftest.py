@@ -1,0 +1,52 @@
+"""Worlds for the bus tests: in memory, and on real servers."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from controlplane.bus.embedded import EmbeddedNats
+from tests.bus.worlds import MemoryWorld, NatsWorld, World
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[EmbeddedNats]:
+    """One nats-server for all tests that do not hurt it; who needs it starts it."""
+    server = EmbeddedNats()
+    yield server
+    asyncio.run(server.stop())
+
+
+BOTH = ["memory", pytest.param("nats", marks=pytest.mark.live)]
+
+
+@pytest.fixture(params=BOTH)
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """A world that outlives the test: names in it must be the test's own."""
+    if request.param == "memory":
+        world: World = MemoryWorld()
+    else:
+        server = request.getfixturevalue("shared_server")
+        world = NatsWorld(await server.start(), shared=True)
+    yield world
+    await world.close()
+
+
+@pytest.fixture(params=BOTH)
+async def fragile_world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """A world of the test's own, which it may cut and heal."""
+    if request.param == "memory":
+        world: World = MemoryWorld()
+    else:
+        world = NatsWorld(await EmbeddedNats().start(), shared=False)
+    yield world
+    await world.close()
+
+
+@pytest.fixture
+def own() -> str:
+    """A token that no other test uses."""
+    return f"t{next(_numbers)}"
