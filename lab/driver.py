@@ -171,7 +171,7 @@ class LocalFleet:
 
 async def _spawn(flags: Sequence[str]) -> tuple[_Process, IO[bytes], Endpoints]:
     """Start one process and wait until it serves. Raises EngineStartError."""
-    log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115: it lives as long as the engine
+    log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the engine
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "lab.server", "--die-with-parent", *flags),
         stdin=asyncio.subprocess.DEVNULL,

@@ -7,7 +7,7 @@ then `["", "", -1, ""]`. Slow subscribers lose batches beyond the high-water mar
 beyond ZMQ's default one is cut short, both silently: the receiver must look at the numbers.
 
 `publish` runs in the caller's thread and never blocks; replays are served by a thread of their own,
-which looks at its socket at least every 100 ms.
+which looks at its socket at least every 25 ms.
 
 Source: vllm/distributed/kv_events.py of vLLM 0.32 (wire behaviour; the code is our own).
 """
@@ -22,7 +22,7 @@ import zmq
 END = (-1).to_bytes(8, "big", signed=True)
 HIGH_WATER_MARK = 100_000
 BUFFER_STEPS = 10_000
-POLL_MS = 100
+POLL_MS = 25
 
 
 class Publisher:

@@ -96,7 +96,12 @@ def parse(arguments: list[str]) -> ServerOptions:
     given.names = given.names or defaults.names
     if not given.speed > 0:
         parser.error(f"argument --speed: {given.speed} is not positive")
-    for flag in ("num_blocks", "max_model_len", "max_num_queued_reqs", "answer_tokens"):
-        if getattr(given, flag) < 0:
-            parser.error(f"argument --{flag.replace('_', '-')}: must not be negative")
+    for flag, value in (
+        ("--blocks", given.num_blocks),
+        ("--max-model-len", given.max_model_len),
+        ("--max-num-queued-reqs", given.max_num_queued_reqs),
+        ("--answer-tokens", given.answer_tokens),
+    ):
+        if value < 0:
+            parser.error(f"argument {flag}: {value} is negative")
     return ServerOptions(**vars(given))
