@@ -15,7 +15,11 @@ worker in the engine's process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Tied to vLLM 
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    get_block_hash,
+    maybe_convert_block_hash,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 
 _pools: list[BlockPool] = []  # of this process: one an engine
@@ -45,7 +49,10 @@ class BlockProbe:
 def block_copies(pool: BlockPool) -> list[list[int]]:
     """Returns `[hash, copies]` for each hash in a pool's map, in no order."""
     entries = pool.cached_block_hash_to_block._cache.items()
-    return [
-        [maybe_convert_block_hash(get_block_hash(key)), len(held) if isinstance(held, dict) else 1]
-        for key, held in entries
-    ]
+    return [[_event_hash(key), len(held) if isinstance(held, dict) else 1] for key, held in entries]
+
+
+def _event_hash(key: BlockHashWithGroupId) -> int:
+    engine_hash = maybe_convert_block_hash(get_block_hash(key))
+    assert isinstance(engine_hash, int), "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES must be on"
+    return engine_hash

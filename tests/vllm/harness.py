@@ -84,6 +84,7 @@ class VllmSpec(msgspec.Struct, frozen=True, kw_only=True):
         sequence_s: Simulated time a running request adds.
         hash_algo: vLLM's `--prefix-caching-hash-algo`.
         loras: Names of adapters to serve (simulated only: they change hashes, nothing else).
+        data_parallel: Engines behind the one URL, each with its own cache and event stream.
         forked: Fork from the nursery instead of executing `vllm serve` afresh.
         extra_arguments: More arguments for `vllm serve`.
     """
@@ -99,6 +100,7 @@ class VllmSpec(msgspec.Struct, frozen=True, kw_only=True):
     sequence_s: float = 2e-5
     hash_algo: str = "sha256"
     loras: tuple[str, ...] = ()
+    data_parallel: int = 1
     forked: bool = True
     extra_arguments: tuple[str, ...] = ()
 
@@ -197,8 +199,9 @@ class VllmServer:
     Attributes:
         spec: What it was started as.
         url: Of the HTTP server.
-        kv_endpoint: Where its KV events are published (ZMQ PUB; subscribers connect).
-        replay_endpoint: Where past KV events are asked for (ZMQ ROUTER).
+        kv_endpoints: Where each data-parallel rank's KV events are published (ZMQ PUB; subscribers
+            connect).
+        replay_endpoints: Where each rank's past KV events are asked for (ZMQ ROUTER).
         topic: Of the KV events.
         model: The served model's name.
         model_dir: Its folder, with tokenizer and chat template.
@@ -213,14 +216,26 @@ class VllmServer:
         self._nursery = nursery
         self._group: int | None = None
         name = nursery.new_name()
-        self._http_port, self._kv_port, self._replay_port = free_ports(3)
+        ranks = range(spec.data_parallel)
+        # vLLM adds the rank to both event ports.
+        self._http_port, self._kv_port, self._replay_port = free_ports(3, spec.data_parallel)
         self.url = f"http://127.0.0.1:{self._http_port}"
-        self.kv_endpoint = f"tcp://127.0.0.1:{self._kv_port}"
-        self.replay_endpoint = f"tcp://127.0.0.1:{self._replay_port}"
+        self.kv_endpoints = [f"tcp://127.0.0.1:{self._kv_port + rank}" for rank in ranks]
+        self.replay_endpoints = [f"tcp://127.0.0.1:{self._replay_port + rank}" for rank in ranks]
         self.log = nursery.directory / f"{name}.log"
         self.model_dir = write_tiny_model(
             nursery.directory / name, max_model_len=spec.max_model_len
         )
+
+    @property
+    def kv_endpoint(self) -> str:
+        """Where the KV events of rank 0 are published."""
+        return self.kv_endpoints[0]
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Where past KV events of rank 0 are asked for."""
+        return self.replay_endpoints[0]
 
     # Life
 
@@ -331,7 +346,8 @@ class VllmServer:
         """Returns the engine's true prefix cache: vLLM's hash of each full block, and its copies.
 
         Read from the block pool itself between two engine steps (block_probe), so it is what a
-        request arriving now would hit. The hashes are those in the KV events.
+        request arriving now would hit. The hashes are those in the KV events. With data
+        parallelism vLLM gives the answer of rank 0 alone.
         """
         (pairs,) = self.post("/collective_rpc", {"method": "cached_blocks"})["results"]
         return dict(pairs)
@@ -367,11 +383,13 @@ class VllmServer:
         }[spec.forward]
         loras = [f"{name}={self.model_dir}" for name in spec.loras]
         adapters = ["--enable-lora", "--lora-modules", *loras] if loras else []
+        ranks = ["--data-parallel-size", str(spec.data_parallel), "--api-server-count", "1"]
         return [
             *common,
             *forward,
             *("--kv-events-config", json.dumps(events)),
             *adapters,
+            *(ranks if spec.data_parallel > 1 else []),
             *spec.extra_arguments,
         ]
 
@@ -426,25 +444,31 @@ def start_all(servers: Iterable[VllmServer]) -> None:
         server.wait_ready()
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns ports that nothing is bound to at the moment, all different.
+def free_ports(count: int, width: int = 1) -> list[int]:
+    """Returns ports that nothing is bound to at the moment, nor to the `width` - 1 after each.
 
     Raises:
-        VllmError: None was found in a hundred tries.
+        VllmError: They were not found in a hundred tries a port.
     """
     found: list[int] = []
     chance = random.SystemRandom()
-    for _ in range(PORT_TRIES_MAX):
+    for _ in range(PORT_TRIES_MAX * count):
         port = chance.choice(PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError:
-                continue
-        found = list({*found, port})
-        if len(found) == count:
-            return found
+        apart = all(abs(port - other) >= width for other in found)
+        if apart and all(_is_free(port + i) for i in range(width)):
+            found.append(port)
+            if len(found) == count:
+                return found
     raise VllmError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
 
 
 def _tail(log: Path) -> str:

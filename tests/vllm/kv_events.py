@@ -21,8 +21,8 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 Event = dict[str, Any]
 
 
-def replay(server: VllmServer, start: int = 0) -> list[tuple[int, list[Event]]]:
-    """Returns (sequence number, events) of each published batch from `start` on.
+def replay(server: VllmServer, start: int = 0, rank: int = 0) -> list[tuple[int, list[Event]]]:
+    """Returns (sequence number, events) of each batch that a rank published from `start` on.
 
     Raises:
         VllmError: The server did not answer.
@@ -31,13 +31,13 @@ def replay(server: VllmServer, start: int = 0) -> list[tuple[int, list[Event]]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.rcvtimeo = int(REPLAY_S_MAX * 1000)
-        dealer.connect(server.replay_endpoint)
+        dealer.connect(server.replay_endpoints[rank])
         dealer.send_multipart([b"", start.to_bytes(8, "big")])
         while True:
             try:
                 _, _topic, sequence, payload = dealer.recv_multipart()
             except zmq.Again as error:
-                raise VllmError(f"no replay from {server.replay_endpoint}") from error
+                raise VllmError(f"no replay from {server.replay_endpoints[rank]}") from error
             if sequence == END_OF_REPLAY:
                 return batches
             batches.append((int.from_bytes(sequence, "big"), decode(payload)))
@@ -49,21 +49,25 @@ def decode(payload: bytes) -> list[Event]:
     return list(events)
 
 
-def events_of(server: VllmServer) -> list[Event]:
-    """Returns all events published since the server started, in order."""
-    return [event for _, events in replay(server) for event in events]
+def events_of(server: VllmServer, rank: int = 0) -> list[Event]:
+    """Returns all events that a rank published since the server started, in order."""
+    return [event for _, events in replay(server, rank=rank) for event in events]
 
 
 def wait_for_events(
-    server: VllmServer, satisfied: Callable[[list[Event]], bool], timeout_s: float = WAIT_S_MAX
+    server: VllmServer,
+    satisfied: Callable[[list[Event]], bool],
+    *,
+    rank: int = 0,
+    timeout_s: float = WAIT_S_MAX,
 ) -> list[Event]:
-    """Returns all events published since the server started, once they satisfy a condition.
+    """Returns all events a rank published since the server started, once they satisfy a condition.
 
     Raises:
         VllmError: They did not in time.
     """
     deadline_s = time.monotonic() + timeout_s
-    while not satisfied(events := events_of(server)):
+    while not satisfied(events := events_of(server, rank)):
         if time.monotonic() > deadline_s:
             raise VllmError(f"after {timeout_s} s {server.url} had published only {events}")
         time.sleep(POLL_S)

@@ -3,9 +3,9 @@
 Almost all of a server's start is imports, once in the API process and again in the engine's. This
 process imports vLLM once and forks: each server is a fork of it, and its engine a fork of that.
 What a server then does is `vllm serve ...`, through vLLM's own command line. The one thing changed
-is how the engine process starts: vLLM's CPU platform asks multiprocessing for `spawn`, here it gets
-`fork` (vLLM's default elsewhere). A server asked for as `fresh` is executed anew and differs in
-nothing.
+is how its further processes start: vLLM's CPU platform asks multiprocessing for `spawn` and here
+gets `fork`, vLLM's default elsewhere. A server asked for as `fresh` is executed anew and differs
+in nothing.
 
 Protocol, one JSON object a line. Out, once: `{"ready": true}`. In:
 
@@ -30,6 +30,7 @@ import scheduler_probe
 import vllm.entrypoints.cli.main as command_line
 import vllm.entrypoints.openai.api_server
 import vllm.v1.engine.async_llm
+import vllm.v1.engine.coordinator
 import vllm.v1.engine.core
 import vllm.v1.engine.utils
 
@@ -40,7 +41,9 @@ def main() -> None:
     """Serves jobs until standard input ends, then kills what it started."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM logs to standard output
-    vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    starters: tuple[Any, ...] = (vllm.v1.engine.utils, vllm.v1.engine.coordinator)
+    for module in starters:
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
     # Orphaned engine processes become our children, and dead children vanish without a wait: a
     # process group is empty as soon as its processes are gone.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -78,7 +81,8 @@ def serve_forked(job: dict[str, Any]) -> None:
     """Runs `vllm serve` in this process."""
     os.environ.update(job["environment"])
     sys.argv = ["vllm", "serve", *job["arguments"]]
-    command_line.main()
+    serve: Any = command_line.main
+    serve()
 
 
 def serve_fresh(job: dict[str, Any]) -> None:

@@ -104,6 +104,7 @@ class SimWorker(BlockProbe):
         counts = scheduled.num_scheduled_tokens
         for new in scheduled.scheduled_new_reqs:
             prompt = new.prompt_token_ids
+            assert prompt is not None, "prompts given as embeddings are not simulated"
             self._prompts[new.req_id] = (prompt_seed(prompt), len(prompt))
             position = new.num_computed_tokens + counts[new.req_id]
             if position >= len(prompt):

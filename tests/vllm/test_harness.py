@@ -187,6 +187,19 @@ def test_adapters_and_salts_change_hashes(vllm_fleet: VllmFleet) -> None:
     ]
 
 
+def test_data_parallel_ranks_publish_apart(vllm_fleet: VllmFleet) -> None:
+    """Each rank has a cache and an event stream of its own, on the next port."""
+    server = vllm_fleet.server(VllmSpec(data_parallel=2))
+    size = server.spec.block_size_tokens
+    for rank in (0, 1):
+        request = {"model": server.model, "prompt": [9] * size * (rank + 2), "max_tokens": 1}
+        server.post("/v1/completions", request, **{"x-data-parallel-rank": str(rank)})
+    for rank in (0, 1):
+        events = wait_for_events(server, lambda events: stored(events) != [], rank=rank)
+        assert len(stored(events)) == rank + 2
+    server.stop()
+
+
 def test_a_server_that_cannot_start_says_why(vllm_fleet: VllmFleet) -> None:
     """Too few blocks for one request: vLLM's own reason is in the error."""
     with pytest.raises(VllmError, match="To serve at least one request"):
@@ -257,8 +270,9 @@ def processes_naming(log: Path) -> list[int]:
 
 
 def test_ports_are_free_and_different() -> None:
-    """Ports asked for together never collide."""
-    assert len(set(free_ports(50))) == 50
+    """Ports asked for together never collide, nor do those that follow them."""
+    ports = free_ports(50, width=3)
+    assert len({port + i for port in ports for i in range(3)}) == 150
 
 
 def test_specs_are_plain_data() -> None:
