@@ -49,3 +49,7 @@ def run() -> None:
     """Run the command line; the console script's entry point."""
     with errors.explained():
         app()
+
+
+if __name__ == "__main__":
+    run()

@@ -88,6 +88,14 @@ def router(
     router_id: Annotated[
         str, typer.Option(help="Name on the bus; made up by default.", rich_help_panel=PROCESS)
     ] = "",
+    reuse_port: Annotated[
+        bool,
+        typer.Option(
+            "--reuse-port",
+            help="Share the port with other router processes.",
+            rich_help_panel=PROCESS,
+        ),
+    ] = False,
     stop_grace_s: Annotated[
         float,
         typer.Option(min=0.0, help="Time for running streams at a stop.", rich_help_panel=PROCESS),
@@ -128,6 +136,7 @@ def router(
         admin_host=admin_host,
         admin_port=admin_port,
         router_id=router_id,
+        reuse_port=reuse_port,
         plane=plane,
         stop_grace_s=stop_grace_s,
         access_log=access_log,

@@ -1,0 +1,195 @@
+"""A whole plane on this machine: NATS, emulated engines, sidecars and routers, as real processes.
+
+For `multiplane up`, live tests and benchmarks. Leaving the context ends every process; if this
+process is killed instead, the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+import msgspec
+
+from controlplane.bus import NatsBus
+from controlplane.bus.embedded import EmbeddedNats
+from controlplane.bus.layout import layout
+from controlplane.bus.setup import ensure
+from controlplane.http_client import HttpClient, HttpError
+from lab.children import Child
+from lab.driver import LocalFleet, LocalInstance
+from lab.tiny_model import tiny_model_dir
+
+READY_S_MAX = 30.0
+_POLL_S = 0.05
+
+
+class StackOptions(msgspec.Struct, frozen=True):
+    """What to start.
+
+    Attributes:
+        engines: emulated engines, each with a sidecar.
+        routers: router processes, all on one port.
+        host: address for clients.
+        port: port for clients; 0 takes a free one.
+        engine_flags: of every engine, as for `python -m lab.server`.
+        router_flags: of every router, as for `multiplane router`.
+        sidecar_flags: of every sidecar, as for `multiplane sidecar`.
+        nats: URL of a NATS server to use; an embedded one is started if it is empty.
+    """
+
+    engines: int = 3
+    routers: int = 2
+    host: str = "127.0.0.1"
+    port: int = 0
+    engine_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    sidecar_flags: tuple[str, ...] = ()
+    nats: str = ""
+
+
+class LocalStack:
+    """Starts and ends the processes; an async context manager.
+
+    Attributes:
+        fleet: the engines.
+        sidecars: one for each engine, in the same order.
+        routers: the router processes.
+        port: for clients, once started.
+    """
+
+    def __init__(self, options: StackOptions) -> None:
+        self.options = options
+        self.fleet = LocalFleet(*options.engine_flags)
+        self.sidecars: list[Child] = []
+        self.routers: list[Child] = []
+        self.port = options.port
+        self.embedded: EmbeddedNats | None = None
+        self.nats_url = options.nats
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients."""
+        return f"http://{self.options.host}:{self.port}"
+
+    @property
+    def admin_urls(self) -> list[str]:
+        """Base URL of each router's operator port."""
+        return [f"http://{router.ready['admin']}" for router in self.routers]
+
+    async def __aenter__(self) -> LocalStack:
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _start(self) -> None:
+        if not self.nats_url:
+            self.embedded = await EmbeddedNats().start()
+            self.nats_url = self.embedded.url
+        bus = await NatsBus.connect(self.nats_url, name="up")
+        await ensure(bus, layout(size=0.25))
+        await bus.close()
+        await asyncio.gather(self.fleet.start(self.options.engines), self._start_routers())
+        await self.start_sidecars(self.fleet.instances)
+        await self.ready(self.options.engines)
+
+    async def _start_routers(self) -> None:
+        if not self.port:
+            self.port = _free_port(self.options.host)
+        await asyncio.gather(*(self.start_router() for _ in range(self.options.routers)))
+
+    async def start_router(self, *flags: str) -> Child:
+        """Start one more router on the shared port."""
+        number = len(self.routers)
+        router = Child(
+            f"router-{number}",
+            [
+                *_multiplane("router"),
+                *("--nats", self.nats_url, "--reuse-port", "--log-level", "info"),
+                *("--host", self.options.host, "--port", str(self.port), "--admin-port", "0"),
+                *self.options.router_flags,
+                *flags,
+            ],
+        )
+        self.routers.append(router)
+        await router.start()
+        return router
+
+    async def start_sidecars(self, instances: Sequence[LocalInstance]) -> None:
+        """Start a sidecar beside each of these engines."""
+        sidecars = [self._sidecar(instance) for instance in instances]
+        self.sidecars += sidecars
+        await asyncio.gather(*(sidecar.start() for sidecar in sidecars))
+
+    def _sidecar(self, instance: LocalInstance) -> Child:
+        at = instance.at
+        return Child(
+            f"sidecar-{instance.name}",
+            [
+                *_multiplane("sidecar"),
+                *("--engine", at.url, "--nats", self.nats_url, "--instance-id", instance.name),
+                *("--model-path", str(tiny_model_dir())),
+                *self.options.sidecar_flags,
+            ],
+        )
+
+    async def ready(self, instances: int) -> None:
+        """Return once every router sees this many instances, exactly, and can read prompts.
+
+        Raises:
+            TimeoutError: that did not happen within READY_S_MAX; says what each router sees.
+        """
+        deadline_s = asyncio.get_running_loop().time() + READY_S_MAX
+        async with HttpClient(timeout_s=5.0) as http:
+            while True:
+                seen = [await _seen(http, url) for url in self.admin_urls]
+                if all(each == {"exact": instances, "cards": True} for each in seen):
+                    return
+                if asyncio.get_running_loop().time() > deadline_s:
+                    logs = "\n".join(child.log(2000) for child in (*self.routers, *self.sidecars))
+                    raise TimeoutError(f"the plane is not ready; routers see {seen}\n{logs}")
+                await asyncio.sleep(_POLL_S)
+
+    async def close(self) -> None:
+        """End everything, clients' side first."""
+        await asyncio.gather(*(router.stop() for router in self.routers))
+        await asyncio.gather(*(sidecar.stop() for sidecar in self.sidecars))
+        await self.fleet.close()
+        if self.embedded is not None:
+            await self.embedded.stop()
+
+
+async def _seen(http: HttpClient, admin_url: str) -> dict[str, object]:
+    """Return how many instances a router sees exactly, and whether it can read prompts."""
+    try:
+        state = await http.get(f"{admin_url}/debug/state")
+    except HttpError:
+        return {}
+    models = state["models"].values()
+    exact = sum(i["trust"] == "exact" for model in models for i in model["instances"])
+    return {"exact": exact, "cards": all(model["card"] for model in models)}
+
+
+def _multiplane(command: str) -> list[str]:
+    return [sys.executable, "-m", "controlplane.cli.main", command]
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
