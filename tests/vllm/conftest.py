@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.fleet import VllmFleet
-from tests.vllm.harness import Nursery
+from tests.vllm.launch import Nursery
 from tests.vllm.probe import SchedulerProbe
 
 BUILD = Path(__file__).parents[1] / "vllm_env" / "build.py"

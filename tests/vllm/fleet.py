@@ -1,6 +1,7 @@
 """A pool of running vLLM servers, so that tests share starts and never caches."""
 
-from tests.vllm.harness import Nursery, VllmServer, VllmSpec, start_all
+from tests.vllm.harness import VllmServer, VllmSpec, start_all
+from tests.vllm.launch import Nursery
 
 SERVERS_MAX = 8  # of 0.25 GiB each
 

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from tests.vllm.harness import VllmError, VllmServer
+from tests.vllm.harness import VllmServer
+from tests.vllm.launch import VllmError
 
 REPLAY_S_MAX = 5.0
 WAIT_S_MAX = 10.0

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tests.vllm.harness import Nursery
+from tests.vllm.launch import Nursery
 
 CONNECT_S_MAX = 60.0
 ANSWER_S_MAX = 60.0

@@ -13,8 +13,9 @@ import zmq
 from tokenizers import Tokenizer
 
 from tests.vllm.fleet import VllmFleet
-from tests.vllm.harness import Nursery, VllmError, VllmServer, VllmSpec, free_ports
+from tests.vllm.harness import VllmServer, VllmSpec
 from tests.vllm.kv_events import Event, copies, decode, replay, wait_for_events
+from tests.vllm.launch import Nursery, VllmError, free_ports
 from tests.vllm.token_rule import answer, prompt_seed
 
 SIMULATED = VllmSpec()
