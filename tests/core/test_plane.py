@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.plane_helpers import BLOCK, Publisher, plane, prompt, record, request
 
 from controlplane.core.dispatch import RouteRequest
 from controlplane.core.effects import Alarm, FetchSnapshot, Note
@@ -24,10 +23,11 @@ from schemas.bus import (
     LoadReport,
     PolicyOverride,
     Prefilled,
-    Routed,
     RouteBatch,
+    Routed,
     RouterTotals,
 )
+from tests.core.plane_helpers import BLOCK, Publisher, plane, prompt, record, request
 
 
 def _go(made: Plane, hashes: list[int], now_s: float = 1.0, **fields: object) -> str:
