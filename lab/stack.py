@@ -10,6 +10,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import msgspec
@@ -31,7 +32,7 @@ class StackOptions(msgspec.Struct, frozen=True):
     """What to start.
 
     Attributes:
-        engines: emulated engines, each with a sidecar.
+        engines: emulated engines, each with a sidecar; 0 to bring other engines.
         routers: router processes, all on one port.
         host: address for clients.
         port: port for clients; 0 takes a free one.
@@ -56,7 +57,7 @@ class LocalStack:
 
     Attributes:
         fleet: the engines.
-        sidecars: one for each engine, in the same order.
+        sidecars: one for each engine.
         routers: the router processes.
         port: for clients, once started.
     """
@@ -130,22 +131,32 @@ class LocalStack:
         return router
 
     async def start_sidecars(self, instances: Sequence[LocalInstance]) -> None:
-        """Start a sidecar beside each of these engines."""
-        sidecars = [self._sidecar(instance) for instance in instances]
-        self.sidecars += sidecars
-        await asyncio.gather(*(sidecar.start() for sidecar in sidecars))
+        """Start a sidecar beside each of these emulated engines."""
+        folder = tiny_model_dir()
+        await asyncio.gather(*(self.start_sidecar(i.name, i.url, folder) for i in instances))
 
-    def _sidecar(self, instance: LocalInstance) -> Child:
-        at = instance.at
-        return Child(
-            f"sidecar-{instance.name}",
+    async def start_sidecar(self, name: str, url: str, model_path: Path, *flags: str) -> Child:
+        """Start a sidecar beside any engine.
+
+        Args:
+            name: instance id.
+            url: of the engine.
+            model_path: folder of its tokenizer and chat template.
+            flags: more, as for `multiplane sidecar`.
+        """
+        sidecar = Child(
+            f"sidecar-{name}",
             [
                 *_multiplane("sidecar"),
-                *("--engine", at.url, "--nats", self.nats_url, "--instance-id", instance.name),
-                *("--model-path", str(tiny_model_dir())),
+                *("--engine", url, "--nats", self.nats_url, "--instance-id", name),
+                *("--model-path", str(model_path)),
                 *self.options.sidecar_flags,
+                *flags,
             ],
         )
+        self.sidecars.append(sidecar)
+        await sidecar.start()
+        return sidecar
 
     async def ready(self, instances: int) -> None:
         """Return once every router sees this many instances, exactly, and can read prompts.
