@@ -38,7 +38,7 @@ _EMOJI: Final = ((0x1F300, 0x1F64F), (0x1F680, 0x1F6FF), (0x1F900, 0x1F9FF))
 
 # One step of a pattern: what may stand outside and inside a class. All else is not followed.
 _STEP: Final = re.compile(
-    r"(?P<prop>\\p\{(?P<name>[LMN][a-z]?)\})|(?P<space>\\s)|(?P<solid>\\S)"
+    r"(?P<prop>\\p\{(?P<name>L[ultmo]?|M[nce]?|N[dlo]?)\})|(?P<space>\\s)|(?P<solid>\\S)"
     r"|(?P<escape>\\[rnt'/\\-])|(?P<open>\[\^?)|(?P<close>\])|(?P<group>\(\?(?:i:|!|=|:)|[()|?*+])"
     r"|(?P<count>\{\d+(?:,\d*)?\}(?![?+]))|(?P<plain>[A-Za-z0-9 '!\"#%,/:;<=>@_`-])"
 )
@@ -80,7 +80,7 @@ def _alphabet(end: int) -> _Alphabet:
 
 def _ranges(codes: Sequence[int]) -> str:
     if not codes:
-        raise _NotFollowed("an empty class")
+        return "\\uffff"  # no settled letter; keeps a class from being empty
     out: list[str] = []
     start = previous = codes[0]
     for code in [*codes[1:], -1]:
