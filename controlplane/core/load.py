@@ -303,8 +303,7 @@ class Ledger:
         if load is None or load.row < 0:
             return 0
         if now_s - load.window_s >= self.config.foreign_window_s:
-            load.known_max_before = max(load.known_max, load.known)
-            load.known_max = load.known
+            load.known_max_before, load.known_max = load.known_max, load.known
             load.window_s = now_s
         requests = min(requests, _CLAIM_MAX[0])
         load.foreign = max(0, requests - max(load.known_max, load.known_max_before))
