@@ -5,7 +5,7 @@ Theory of operation. The breaker is a table of states and events; time is passed
     state      event       when                                    next       also
     CLOSED     success                                             CLOSED     forget failures
     CLOSED     failure     fewer than `failures_to_open` in a row  CLOSED     count it
-    CLOSED     failure     that many, none older than `window_s`   OPEN       wait `open_s`
+    CLOSED     failure     that many                               OPEN       wait `open_s`
     OPEN       sent        the wait is over                        HALF_OPEN  it is the probe
     OPEN       success     a straggler sent before opening         OPEN
     OPEN       failure     a straggler                             OPEN
@@ -57,7 +57,7 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     Fields:
         failures_to_open: failures in a row, at least 1.
-        window_s: a failure older than this no longer counts.
+        window_s: after so long without a failure the earlier ones no longer count.
         open_s: the first wait before a probe.
         open_s_max: the longest wait.
         successes_to_close: probes in a row, at least 1.

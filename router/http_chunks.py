@@ -24,7 +24,9 @@ LINE_BYTES_MAX: Final = 256
 TRAILER_BYTES_MAX: Final = 8192
 
 # An extension holds no control characters: a CR or LF hidden in one is a smuggling vector.
-_SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]{0,200})?\r\n")
+_match_size_line: Final = re.compile(
+    rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]{0,200})?\r\n"
+).match
 _SIZE_LINE_PREFIX: Final = re.compile(
     rb"(?:[0-9A-Fa-f]{1,15}(?:;[\t\x20-\x7e\x80-\xff]{0,200})?\r?)?"
 )
@@ -64,6 +66,8 @@ class ChunkScanner:
         if kept:
             data = self._kept + data
             self._kept = b""
+        elif self._state == _SIZE and content is None and _is_one_chunk(data):
+            return -1
         pos = 0
         end = len(data)
         while True:
@@ -86,7 +90,7 @@ class ChunkScanner:
             if self._state == _TRAILERS:
                 done = self._end_of_trailers(data, pos)
                 return done if done < 0 else done - kept
-            line = _SIZE_LINE.match(data, pos)
+            line = _match_size_line(data, pos)
             if line is None:
                 rest = data[pos : pos + LINE_BYTES_MAX]
                 return self._keep(rest, _SIZE_LINE_PREFIX.fullmatch(rest) is not None)
@@ -122,3 +126,12 @@ class ChunkScanner:
                 raise ChunkError("malformed trailers")
         self._state = _DONE
         return stop
+
+
+def _is_one_chunk(data: bytes) -> bool:
+    """Whether `data` is exactly one chunk that has data: what nearly every read is."""
+    line = _match_size_line(data)
+    if line is None:
+        return False
+    size = int(line[1], 16)
+    return size > 0 and line.end() + size + 2 == len(data) and data.endswith(b"\r\n")

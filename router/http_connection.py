@@ -33,6 +33,8 @@ from router.http_head import HeadError, RequestHead
 from router.http_reader import Awaiting, RequestReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from router.http_server import HttpServer
 
 # Requests taken up in one go before other connections get their turn.
@@ -49,12 +51,17 @@ class Phase(IntEnum):
     CLOSING = 2
 
 
+# A member looked up on its enum costs as much as a method call; hot paths use these names.
+_READING, _BUSY, _CLOSING = Phase
+
+
 class ClientConnection(asyncio.Protocol):
     """The server's side of one client connection.
 
     Attributes:
         client: the peer's address, as text.
         deadline_s: when `on_deadline` is due, on the server's clock.
+        exchange_write: sends bytes of the answer.
     """
 
     __slots__ = (
@@ -72,14 +79,16 @@ class ClientConnection(asyncio.Protocol):
         "_yielded",
         "client",
         "deadline_s",
+        "exchange_write",
     )
 
     _transport: asyncio.Transport
+    exchange_write: Callable[[bytes], None]
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._reader = RequestReader(server.limits)
-        self._phase = Phase.READING
+        self._phase = _READING
         self._awaiting: Awaiting | None = None  # what the deadline was set for
         self._exchange: Exchange | None = None
         self._body_bytes = 0
@@ -96,9 +105,14 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection in, or refuse it if there are too many."""
         self._transport = transport  # type: ignore[assignment]  # asyncio's stubs name the base
+        self.exchange_write = self._transport.write
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if peer else "local"
-        self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
+        write_buffer_bytes = self._server.limits.write_buffer_bytes
+        self._transport.set_write_buffer_limits(high=write_buffer_bytes)
+        # Without this the kernel takes megabytes before it lets us feel that a client is slow, and
+        # then nothing for so long that the client would seem to have stopped.
+        _set_option(transport, socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, write_buffer_bytes)
         refusal = self._server.admit(self)
         if refusal is None:
             self._await_more()
@@ -107,10 +121,10 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in what the client sent."""
-        if self._phase == Phase.CLOSING:
+        if self._phase is _CLOSING:
             return
         self._reader.feed(data)
-        if self._phase == Phase.READING and not self._behind and not self._yielded:
+        if self._phase is _READING and not self._behind and not self._yielded:
             self._advance()
         elif self._reader.held_bytes > self._server.limits.pipeline_bytes_max:
             self._reading_paused = True
@@ -142,17 +156,13 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Note that the client has caught up, and go on with what it has sent meanwhile."""
         self._behind = False
-        if self._phase == Phase.BUSY:
+        if self._phase is _BUSY:
             self.deadline_s = math.inf
         if self._exchange is not None:
             self._exchange.client_resumed()
         self._go_on()
 
     # Called by the exchange.
-
-    def exchange_write(self, data: bytes) -> None:
-        """Send bytes of the answer."""
-        self._transport.write(data)
 
     def exchange_finished(self, keep_alive: bool) -> None:
         """Turn to the next request, or close."""
@@ -161,7 +171,7 @@ class ClientConnection(asyncio.Protocol):
         if not keep_alive or self._server.draining:
             self._close()
             return
-        self._phase = Phase.READING
+        self._phase = _READING
         self._go_on()
 
     def exchange_aborted(self, reset: bool) -> None:
@@ -169,13 +179,11 @@ class ClientConnection(asyncio.Protocol):
         self._exchange = None
         self._book(0)
         self._enter_closing(self._server.limits.write_stall_s)
-        if not reset:
+        if reset and not self._transport.is_closing():
+            _set_option(self._transport, socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._transport.abort()
+        else:
             self._transport.close()
-            return
-        sock = self._transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        self._transport.abort()
 
     # Called by the server.
 
@@ -190,7 +198,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             self._server.stats.write_stalls += 1
             self._transport.abort()
-        elif self._phase == Phase.CLOSING:
+        elif self._phase is _CLOSING:
             self._transport.abort()
         elif self._awaiting == Awaiting.BODY:
             self._refuse(408, f"the body took longer than {limits.body_time_s:g} s")
@@ -215,7 +223,7 @@ class ClientConnection(asyncio.Protocol):
     def _go_on(self) -> None:
         """Take up what had to wait, if nothing stands in the way any more."""
         self._yielded = False
-        if self._behind or self._advancing or self._phase != Phase.READING:
+        if self._behind or self._advancing or self._phase is not _READING:
             return
         if self._reading_paused:
             self._reading_paused = False
@@ -232,7 +240,7 @@ class ClientConnection(asyncio.Protocol):
                     self._await_more()
                     return
                 self._dispatch(*request)
-                if self._phase != Phase.READING or self._behind:
+                if self._phase is not _READING or self._behind:
                     return
         except HeadError as error:
             self._refuse(error.status, error.message)
@@ -266,7 +274,7 @@ class ClientConnection(asyncio.Protocol):
         exchange = Exchange(self, head, body, self.client)
         exchange.draining = self._server.draining
         self._exchange = exchange
-        self._phase = Phase.BUSY
+        self._phase = _BUSY
         self._awaiting = None
         self.deadline_s = math.inf
         self._server.dispatch(exchange)
@@ -316,15 +324,24 @@ class ClientConnection(asyncio.Protocol):
     def _linger(self) -> None:
         """End our side, and read on for a while, lest a reset overtakes the answer."""
         self._enter_closing(self._server.limits.linger_s)
-        if not self._transport.can_write_eof():
+        if self._transport.is_closing() or not self._transport.can_write_eof():
             self._transport.close()
-            return
-        self._transport.write_eof()
-        self._transport.resume_reading()
+        else:
+            self._transport.write_eof()
+            self._transport.resume_reading()
 
     def _enter_closing(self, time_s: float) -> None:
         """Drop what has been read, and allow `time_s` for the rest of the connection's life."""
-        self._phase = Phase.CLOSING
+        self._phase = _CLOSING
         self._reader.clear()
         self._book(0)
         self.deadline_s = self._server.now_s + time_s
+
+
+def _set_option(
+    transport: asyncio.BaseTransport, level: int, option: int, value: int | bytes
+) -> None:
+    """Set an option of a TCP transport's socket."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family != socket.AF_UNIX:
+        sock.setsockopt(level, option, value)

@@ -54,6 +54,10 @@ class State(IntEnum):
     GONE = 3
 
 
+# A member looked up on its enum costs as much as a method call; hot paths use these names.
+_OPEN, _STREAMING, _DONE, _GONE = State
+
+
 class Flow(Protocol):
     """What feeds an answer, and can be asked to wait."""
 
@@ -67,8 +71,7 @@ class Flow(Protocol):
 class Carrier(Protocol):
     """The client connection, as an exchange needs it."""
 
-    def exchange_write(self, data: bytes) -> None:
-        """Send bytes to the client."""
+    exchange_write: Callable[[bytes], None]  # send bytes to the client
 
     def exchange_finished(self, keep_alive: bool) -> None:
         """The answer is complete; the connection may serve the next request."""
@@ -90,6 +93,7 @@ class Exchange:
         state: see the module's theory of operation.
         writable: False while the client has too many unsent bytes.
         draining: the server is stopping, so this answer is the connection's last.
+        write: sends the next bytes of a streamed answer; does nothing once the exchange is closed.
     """
 
     __slots__ = (
@@ -103,6 +107,7 @@ class Exchange:
         "head",
         "state",
         "writable",
+        "write",
     )
 
     def __init__(self, carrier: Carrier, head: RequestHead, body: bytes, client: str) -> None:
@@ -113,9 +118,10 @@ class Exchange:
         self.head = head
         self.body = body
         self.client = client
-        self.state = State.OPEN
+        self.state = _OPEN
         self.writable = True
         self.draining = False
+        self.write = carrier.exchange_write  # itself, not a method around it: it runs per token
 
     @property
     def method(self) -> bytes:
@@ -149,7 +155,7 @@ class Exchange:
     @property
     def closed(self) -> bool:
         """Whether nothing more can be answered: the answer is complete, or the client is gone."""
-        return self.state >= State.DONE
+        return self.state >= _DONE
 
     @property
     def request_id(self) -> bytes:
@@ -169,7 +175,7 @@ class Exchange:
 
     def on_client_gone(self, callback: Callable[[], None]) -> None:
         """Run `callback` once if the client leaves before its answer is complete; now if it has."""
-        if self.state == State.GONE:
+        if self.state is _GONE:
             callback()
         elif self._gone_callbacks is None:
             self._gone_callbacks = [callback]
@@ -244,11 +250,6 @@ class Exchange:
         if self._begin():
             self.write(data)
 
-    def write(self, data: bytes) -> None:
-        """Send the next bytes of a streamed answer; does nothing once the exchange is closed."""
-        if self._carrier is not None:
-            self._carrier.exchange_write(data)
-
     def finish(self, keep_alive: bool) -> None:
         """End a streamed answer whose framing is complete; does nothing once closed.
 
@@ -257,7 +258,7 @@ class Exchange:
         """
         carrier = self._carrier
         if carrier is not None:
-            self._close(State.DONE)
+            self._close(_DONE)
             carrier.exchange_finished(keep_alive)
 
     def abort(self, reset: bool = False) -> None:
@@ -269,7 +270,7 @@ class Exchange:
         """
         carrier = self._carrier
         if carrier is not None:
-            self._close(State.GONE)
+            self._close(_GONE)
             carrier.exchange_aborted(reset)
 
     def client_gone(self) -> None:
@@ -277,7 +278,7 @@ class Exchange:
         callbacks = self._gone_callbacks or ()
         if self.closed:
             return
-        self._close(State.GONE)
+        self._close(_GONE)
         for callback in callbacks:
             callback()
 
@@ -295,19 +296,24 @@ class Exchange:
 
     def _begin(self) -> bool:
         """Move from OPEN to STREAMING; False if the client is gone."""
-        if self.state == State.GONE:
+        if self.state is _GONE:
             return False
-        if self.state != State.OPEN:
+        if self.state is not _OPEN:
             raise RuntimeError("this exchange has been answered already")
-        self.state = State.STREAMING
+        self.state = _STREAMING
         return True
 
     def _close(self, state: State) -> None:
         """Enter a final state and drop every reference that would keep a cycle alive."""
         self.state = state
+        self.write = _drop
         self._carrier = None
         self._flow = None
         self._gone_callbacks = None
+
+
+def _drop(data: bytes) -> None:
+    """Send nothing: there is nobody to send it to."""
 
 
 def status_line(status: int, reason: bytes = b"") -> bytes:

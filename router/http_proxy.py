@@ -48,6 +48,9 @@ RETRIES_MAX: Final = 2
 TAIL_BYTES_MAX: Final = 4096
 RETRY_AFTER_S: Final = 1.0
 
+# The last reads of a body are kept as they are and cut to the tail once in so many bytes.
+_TRIM_EVERY_BYTES: Final = 2 * TAIL_BYTES_MAX
+
 # Written anew for what is really sent: the framing, and what the pool and the server add.
 _REQUEST_DROPS: Final = frozenset({b"host", b"content-length", b"expect", b"x-request-id"})
 _RESPONSE_DROPS: Final = frozenset({b"content-length", b"x-accel-buffering"})
@@ -56,7 +59,8 @@ _HOP_AND_RESPONSE_DROPS: Final = HOP_BY_HOP | _RESPONSE_DROPS
 
 _METHODS_WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
-_CHUNK_LINE: Final = re.compile(rb"(?:^|\r\n)[0-9A-Fa-f]{1,15}(?:;[^\r\n]*)?\r\n")
+# Begins with a literal, which `re` searches for some ten times faster than for a choice.
+_CHUNK_BREAK: Final = re.compile(rb"\r\n[0-9A-Fa-f]{1,15}(?:;[^\r\n]*)?\r\n")
 
 
 class Outcome(StrEnum):
@@ -212,12 +216,13 @@ class _Forward:
         "_forwarder",
         "_framed",
         "_key",
+        "_last",
         "_next_upstream",
         "_observer",
         "_response",
         "_scanner",
         "_started",
-        "_tail",
+        "_trim_at_bytes",
         "body",
         "first_byte_s",
         "head",
@@ -244,7 +249,8 @@ class _Forward:
         self._framed = True
         self._ended = False
         self._body_bytes = 0
-        self._tail = b""
+        self._last: list[bytes] = []
+        self._trim_at_bytes = _TRIM_EVERY_BYTES
         self.head = b""
         self.body = b""
         self.response_lines = b""
@@ -293,7 +299,10 @@ class _Forward:
             self._scanner.feed(data, content)
             data = b"".join(content)
         self._body_bytes += len(data)
-        self._tail = (self._tail + data[-TAIL_BYTES_MAX:])[-TAIL_BYTES_MAX:]
+        self._last.append(data)
+        if self._body_bytes > self._trim_at_bytes:
+            self._last = [self._tail()]
+            self._trim_at_bytes = self._body_bytes + _TRIM_EVERY_BYTES
         if self._started:
             self._exchange.write(data)
         else:
@@ -369,9 +378,9 @@ class _Forward:
         response = self._response
         if status is None:
             status = response.status if response is not None and self._started else 0
-        tail = self._tail
+        tail = self._tail()
         if response is not None and response.chunked and self._scanner is None:
-            tail = _CHUNK_LINE.sub(b"", tail)
+            tail = _CHUNK_BREAK.sub(b"", b"\r\n" + tail)
         now_s = self._forwarder.clock()
         self._tell(self._observer.on_end, outcome, status, self._body_bytes, now_s, tail)
 
@@ -381,6 +390,10 @@ class _Forward:
             method(*args)
         except Exception:
             logger.exception("the observer of a request failed")
+
+    def _tail(self) -> bytes:
+        """Return the last of the body."""
+        return b"".join(self._last)[-TAIL_BYTES_MAX:]
 
     # The client's answer.
 

@@ -32,6 +32,10 @@ class Awaiting(IntEnum):
     BODY = 2
 
 
+# A member looked up on its enum costs as much as a method call; hot paths use these names.
+_IDLE, _HEAD, _BODY = Awaiting
+
+
 class RequestReader:
     """Cuts one connection's bytes into requests.
 
@@ -48,7 +52,7 @@ class RequestReader:
         self._head: RequestHead | None = None
         self._body = bytearray()
         self._scanner: ChunkScanner | None = None
-        self.awaiting = Awaiting.IDLE
+        self.awaiting = _IDLE
 
     @property
     def held_bytes(self) -> int:
@@ -96,7 +100,7 @@ class RequestReader:
         if body is None:
             return None
         self._head = None
-        self.awaiting = Awaiting.IDLE
+        self.awaiting = _IDLE
         return head, body
 
     def _next_head(self) -> RequestHead | None:
@@ -113,11 +117,11 @@ class RequestReader:
             if len(held) >= limits.header_bytes_max:
                 raise HeadError(431, f"a request's head is limited to {limits.header_bytes_max} B")
             self._held = held
-            self.awaiting = Awaiting.HEAD if held else Awaiting.IDLE
+            self.awaiting = _HEAD if held else _IDLE
             return None
         head = parse_request_head(held[:stop], limits.headers_max)
         self._held = held[stop:]
-        self.awaiting = Awaiting.IDLE
+        self.awaiting = _IDLE
         return head
 
     def _begin_body(self, head: RequestHead) -> None:
@@ -130,7 +134,7 @@ class RequestReader:
             raise self._too_large()
         self._head = head
         self._scanner = ChunkScanner() if head.chunked else None
-        self.awaiting = Awaiting.BODY
+        self.awaiting = _BODY
 
     def _rest_of_body(self, head: RequestHead) -> bytes | None:
         """Move held bytes into the body; return it once it is whole.

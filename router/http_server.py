@@ -110,7 +110,7 @@ class HttpServer:
         self._per_client: dict[str, int] = {}
         self._empty = asyncio.Event()
         self._empty.set()
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._tick_handle: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -128,7 +128,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         backlog: int = 4096,
     ) -> tuple[str, int]:
-        """Listen, and return the address in use.
+        """Listen, and return the address in use; may be called again to listen elsewhere too.
 
         Args:
             host: address to bind.
@@ -140,7 +140,7 @@ class HttpServer:
         Raises:
             OSError: the address cannot be bound.
         """
-        self._listener = await self._loop.create_server(
+        listener = await self._loop.create_server(
             lambda: ClientConnection(self),
             host,
             port,
@@ -149,8 +149,10 @@ class HttpServer:
             ssl_handshake_timeout=self.limits.tls_handshake_s if tls else None,
             backlog=backlog,
         )
-        self._tick()
-        address: tuple[str, int] = self._listener.sockets[0].getsockname()[:2]
+        self._listeners.append(listener)
+        if self._tick_handle is None:
+            self._tick()
+        address: tuple[str, int] = listener.sockets[0].getsockname()[:2]
         return address
 
     async def stop(self, grace_s: float) -> None:
@@ -160,14 +162,14 @@ class HttpServer:
         tells its client to close.
         """
         self.draining = True
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        while self._listeners:
+            self._listeners.pop().close()
         idle_deadline_s = self._clock() + self.limits.drain_idle_s
         for connection in tuple(self._connections):
             connection.drain(idle_deadline_s)
         try:
-            await asyncio.wait_for(self._empty.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()
         except TimeoutError:
             logger.warning("stopping: %d connections cut off", len(self._connections))
             for connection in tuple(self._connections):
@@ -175,6 +177,7 @@ class HttpServer:
             await self._empty.wait()
         if self._tick_handle is not None:
             self._tick_handle.cancel()
+            self._tick_handle = None
 
     # Called by connections.
 

@@ -58,6 +58,10 @@ class Wire(IntEnum):
     CLOSED = 5
 
 
+# A member looked up on its enum costs as much as a method call; hot paths use these names.
+_IDLE, _HEAD, _LENGTH, _CHUNKED, _UNTIL_EOF, _CLOSED = Wire
+
+
 class UpstreamConnection(asyncio.Protocol):
     """Our side of one connection to an engine.
 
@@ -95,7 +99,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._left = 0
         self._keep_alive = False
         self._reused = False
-        self.state = Wire.IDLE
+        self.state = _IDLE
         self.heard = False
         self.idle_since_s = 0.0
 
@@ -112,11 +116,11 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:
             self.close()  # Unasked for; the stream can no longer be trusted.
             return
-        if state == Wire.HEAD:
+        if state is _HEAD:
             self._read_head(call, self._held + data if self._held else data)
             return
         self.heard = True
-        if state == Wire.CHUNKED:
+        if state is _CHUNKED:
             try:
                 stop = self._scanner.feed(data)
             except ChunkError:
@@ -125,7 +129,7 @@ class UpstreamConnection(asyncio.Protocol):
             if stop < 0:
                 call.sink.on_data(data)
                 return
-        elif state == Wire.LENGTH:
+        elif state is _LENGTH:
             stop = self._left
             self._left = stop - len(data)
             if self._left > 0:
@@ -145,9 +149,9 @@ class UpstreamConnection(asyncio.Protocol):
         self.give_up()
         if call is None:
             return
-        if state == Wire.UNTIL_EOF and exc is None:
+        if state is _UNTIL_EOF and exc is None:
             self._pool.ended(call)
-        elif self._reused and state == Wire.HEAD and not self._held:
+        elif self._reused and state is _HEAD and not self._held:
             self._pool.resend(call)
         elif call.begun or self.heard:
             self._pool.failed(call, ErrorKind.RESET_MID_STREAM)
@@ -159,7 +163,7 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether a call may take this connection."""
-        return self.state == Wire.IDLE and not self._transport.is_closing()
+        return self.state is _IDLE and not self._transport.is_closing()
 
     def assign(self, call: UpstreamCall, reused: bool) -> None:
         """Send a call's request, and expect its answer."""
@@ -167,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._reused = reused
         self._held = b""
         self.heard = False
-        self.state = Wire.HEAD
+        self.state = _HEAD
         if len(call.body) < _JOIN_BYTES_MAX:
             self._transport.write(call.head + call.body)
         else:
@@ -180,14 +184,14 @@ class UpstreamConnection(asyncio.Protocol):
 
     def give_up(self) -> None:
         """Be counted out, once; also when the connection was never made."""
-        self.state = Wire.CLOSED
+        self.state = _CLOSED
         if self._counted:
             self._counted = False
             self._instance.forget(self)
 
     def close(self) -> None:
         """Close an unused connection."""
-        self.state = Wire.CLOSED
+        self.state = _CLOSED
         self._transport.close()
 
     def pause_reading(self) -> None:
@@ -223,7 +227,7 @@ class UpstreamConnection(asyncio.Protocol):
         call.sink.on_response_head(head)
         if self._call is not call:
             return
-        if self.state == Wire.LENGTH and not self._left:
+        if self.state is _LENGTH and not self._left:
             self._complete(call, bool(data))
         elif data:
             self.data_received(data)
@@ -232,13 +236,13 @@ class UpstreamConnection(asyncio.Protocol):
         """Set the state that fits the body which `head` announces (RFC 9112 §6.3)."""
         self._keep_alive = head.keep_alive
         if call.bodiless or head.status in _BODILESS:
-            self.state, self._left = Wire.LENGTH, 0
+            self.state, self._left = _LENGTH, 0
         elif head.chunked:
-            self.state, self._scanner = Wire.CHUNKED, ChunkScanner()
+            self.state, self._scanner = _CHUNKED, ChunkScanner()
         elif head.content_length is not None:
-            self.state, self._left = Wire.LENGTH, head.content_length
+            self.state, self._left = _LENGTH, head.content_length
         else:
-            self.state = Wire.UNTIL_EOF
+            self.state = _UNTIL_EOF
 
     def _complete(self, call: UpstreamCall, surplus: bool) -> None:
         """End the call, unless its sink just did, and keep the connection if that is safe."""
@@ -249,7 +253,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._keep_alive and not surplus and not transport.get_write_buffer_size():
             if call.paused:
                 transport.resume_reading()
-            self.state = Wire.IDLE
+            self.state = _IDLE
             self._instance.put_aside(self, self._pool.now_s)
         else:
             self.close()

@@ -57,7 +57,7 @@ class Behaviour(msgspec.Struct, frozen=True):
         gap_s: between events; 0 sends a stream as fast as the client reads.
         delay_s: before the answer.
         body: of JSON and close-delimited answers.
-        raw: of RAW answers.
+        raw, raw_later: of RAW answers, the second part a moment after the first.
         close: end the connection after the answer, unannounced.
     """
 
@@ -69,6 +69,7 @@ class Behaviour(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
     body: bytes = b'{"object":"text_completion","usage":{"prompt_tokens":7}}'
     raw: bytes = b""
+    raw_later: bytes = b""
     close: bool = False
 
 
@@ -213,6 +214,9 @@ class _EngineConnection(asyncio.Protocol):
 
     async def _raw(self, request: Received, behaviour: Behaviour) -> None:
         self._write(behaviour.raw)
+        if behaviour.raw_later:
+            await asyncio.sleep(0.02)
+            self._write(behaviour.raw_later)
 
     async def _close_delimited(self, request: Received, behaviour: Behaviour) -> None:
         self._write(HEAD_JSON % behaviour.status + b"\r\n" + behaviour.body)
