@@ -55,13 +55,15 @@ class Peer:
         self.seq = -1
         self.ledger = Ledger(name)
         self.live: list[Booking] = []
-        self.events: list[RouteEvent] = []
 
-    def flush(self) -> RouteBatch:
+    def say(self, *events: RouteEvent) -> RouteBatch:
         """Returns the next message of its stream."""
         self.seq += 1
-        events, self.events = self.events, []
-        return RouteBatch(self.name, self.epoch, self.seq, 0.0, events)
+        return RouteBatch(self.name, self.epoch, self.seq, 0.0, list(events))
+
+    def totals(self) -> RouterTotals:
+        """Returns its bookings as they stand."""
+        return RouterTotals(self.ledger.own_totals())
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -122,34 +124,30 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(PEERS), instance_id=instances, queued=tokens, context=tokens)
     def peer_books(self, name: str, instance_id: str, queued: int, context: int) -> None:
-        """A peer sends a request."""
+        """A peer sends a request, and says so."""
         peer = self.peers[name]
         peer.live.append(peer.ledger.book("q", instance_id, queued, context, self.now_s))
-        peer.events.append(routed(instance_id, queued, context))
+        self.in_flight.append(peer.say(routed(instance_id, queued, context)))
 
-    @rule(name=st.sampled_from(PEERS), data=st.data())
-    def peer_releases(self, name: str, data: st.DataObject) -> None:
-        """A peer's request makes progress, or ends."""
+    @rule(name=st.sampled_from(PEERS), left=tokens)
+    def peer_makes_progress(self, name: str, left: int) -> None:
+        """A peer's oldest request is computed in part, or ends."""
         peer = self.peers[name]
         if not peer.live:
             return
-        booking = data.draw(st.sampled_from(peer.live))
-        if booking.queued and data.draw(st.booleans()):
-            left = data.draw(st.integers(0, booking.queued - 1))
-            released = peer.ledger.prefilled(booking, left)
-            peer.events.append(Prefilled("q", booking.instance_id, released))
+        booking = peer.live[0]
+        released = peer.ledger.prefilled(booking, left)
+        if released:
+            self.in_flight.append(peer.say(Prefilled("q", booking.instance_id, released)))
             return
-        peer.live.remove(booking)
-        peer.ledger.finish(booking)
-        peer.events.append(finished(booking.instance_id, booking.queued, booking.context))
+        peer.ledger.finish(peer.live.pop(0))
+        ended = finished(booking.instance_id, booking.queued, booking.context)
+        self.in_flight.append(peer.say(ended))
 
-    @rule(name=st.sampled_from(PEERS), totals=st.booleans())
-    def peer_speaks(self, name: str, totals: bool) -> None:
-        """A peer publishes what it did, with or without its totals."""
-        peer = self.peers[name]
-        if totals:
-            peer.events.append(RouterTotals(peer.ledger.own_totals()))
-        self.in_flight.append(peer.flush())
+    @rule(name=st.sampled_from(PEERS))
+    def peer_tells_its_totals(self, name: str) -> None:
+        """A peer publishes the message that heals."""
+        self.in_flight.append(self.peers[name].say(self.peers[name].totals()))
 
     @rule(name=st.sampled_from(PEERS))
     def peer_restarts(self, name: str) -> None:
@@ -163,7 +161,17 @@ class AnyHistory(RuleBasedStateMachine):
     def deliver(self, data: st.DataObject, again: bool) -> None:
         """Any message in flight arrives, and perhaps once more later."""
         at = data.draw(st.integers(0, len(self.in_flight) - 1))
-        message = self.in_flight[at] if again else self.in_flight.pop(at)
+        self.receive(self.in_flight[at] if again else self.in_flight.pop(at))
+
+    @rule()
+    def deliver_all_in_order(self) -> None:
+        """The bus catches up."""
+        waiting, self.in_flight = self.in_flight, []
+        for message in waiting:
+            self.receive(message)
+
+    def receive(self, message: RouteBatch) -> None:
+        """Takes a peer's message."""
         self.ledger.peer_message(message, self.now_s)
         self.twin.peer_message(message, self.now_s)
 
@@ -175,7 +183,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     # --- time and engines
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 4.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5]))
     def time_passes(self, seconds: float) -> None:
         """Silent peers lose their leases."""
         self.now_s += seconds
@@ -223,8 +231,7 @@ class AnyHistory(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once the bus behaves, one message with totals from each peer heals everything."""
         for peer in [self.peers[name] for name in self.twin.peers]:
-            peer.events.append(RouterTotals(peer.ledger.own_totals()))
-            self.ledger.peer_message(peer.flush(), self.now_s)
+            self.ledger.peer_message(peer.say(peer.totals()), self.now_s)
         for instance_id in INSTANCES:
             truth = [
                 self.peers[name].ledger.own_totals().get(instance_id, (0, 0, 0))
