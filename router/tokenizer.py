@@ -93,6 +93,7 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
         if config.model is not None and config.model.dropout:
             raise TokenizerError("the tokenizer drops merges at random")
+        self._model = self._library.model  # shared, not a copy
         self._library.no_truncation()
         self._library.no_padding()
         self.added: dict[str, AddedToken] = {token.content: token for token in config.added_tokens}
@@ -169,7 +170,7 @@ class Tokenizer:
         return words
 
     def _merge(self, word: str) -> list[int]:
-        return [token.id for token in self._library.model.tokenize(word)]
+        return [token.id for token in self._model.tokenize(word)]
 
     def _checked_cuts(self, cuts: list[str]) -> list[str]:
         cutter = Cutter(cuts)

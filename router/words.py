@@ -121,14 +121,29 @@ def _translate(pattern: str, alphabet: _Alphabet) -> str:
     return "".join(out)
 
 
-def _byte_letters() -> list[str]:
-    """Return the letter by which byte-level vocabularies spell each of the 256 bytes.
+def _byte_letters() -> str:
+    """Return the letters by which byte-level vocabularies spell the 256 bytes, in their order.
 
     Source: Radford et al. 2019 (GPT-2), bytes_to_unicode.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+    return "".join(chr(byte if byte in printable else next(spare)) for byte in range(256))
+
+
+_LETTERS: Final = _byte_letters()
+_SPACE: Final = _LETTERS[0x20]
+
+
+def _spell(word: str) -> str:
+    """Return a word's bytes in a byte-level vocabulary's letters."""
+    if word.isascii():
+        if word.isalnum():
+            return word
+        if word[0] == " " and word[1:].isalnum():
+            return _SPACE + word[1:]
+    # Latin-1 makes each byte the letter of its number, which is its place in the table.
+    return word.encode().decode("latin-1").translate(_LETTERS)
 
 
 def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
@@ -155,16 +170,13 @@ class _Memory(dict[str, bytes]):
     def __init__(self, merge: Callable[[str], Sequence[int]], words_max: int) -> None:
         super().__init__()
         self._merge = merge
-        self._letters = _byte_letters()
         self._before: dict[str, bytes] = {}
         self._words_max = words_max // 2
 
     def __missing__(self, word: str) -> bytes:
         tokens = self._before.get(word)
         if tokens is None:
-            letters = self._letters
-            spelled = "".join([letters[byte] for byte in word.encode()])
-            tokens = array("I", self._merge(spelled)).tobytes()
+            tokens = array("I", self._merge(_spell(word))).tobytes()
         if len(word) <= _WORD_CHARS_MAX:
             if len(self) >= self._words_max:
                 self._before = dict(self)
