@@ -25,6 +25,10 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+_ZERO, _ONE, _INFINITY = np.array(0), np.array(1), np.array(np.inf)
+"""As arrays, because numpy takes longer to make one of a Python number than to use it."""
+
+
 class FleetView(msgspec.Struct, gc=False):
     """The instances of one model, a row each, as the decision sees them.
 
@@ -38,7 +42,7 @@ class FleetView(msgspec.Struct, gc=False):
         healthy: (n,) instances that requests get through to.
         ready: (n,) instances that are not draining.
         allowed: (n,) instances that no operator keeps requests away from.
-        batch_cap: (n,) or a number: instances with batch_size below it may get a request.
+        batch_cap: instances with batch_size below it may get a request.
         speed: (n,) prefill speed relative to the fleet's reference, which has 1.0.
         network_tokens: (n,) network latency, as tokens the instance prefills in that time.
     """
@@ -49,7 +53,7 @@ class FleetView(msgspec.Struct, gc=False):
     healthy: BoolArray | None = None
     ready: BoolArray | None = None
     allowed: BoolArray | None = None
-    batch_cap: IntArray | int | None = None
+    batch_cap: int | None = None
     speed: FloatArray | None = None
     network_tokens: FloatArray | None = None
 
@@ -99,7 +103,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
         policy: name of the policy that ranked.
         ties: how many candidates had this score, the chosen one included.
         scores: (n,) of all instances, candidates or not.
-        candidates: (n,) instances that passed the filters; None if nothing filtered.
+        candidates: (n,) instances that passed the filters; None if all did.
         ignored: names of the filters that would have left nobody.
     """
 
@@ -125,10 +129,14 @@ def decide(view: FleetView, request: Request, policy: Policy, rotation: int) -> 
     ignored: tuple[str, ...] = ()
     for _, keep in filters:
         candidates = keep if candidates is None else candidates & keep
-    if candidates is not None and not np.count_nonzero(candidates):
-        candidates, ignored = _without_those_that_leave_nobody(filters)
+    if candidates is not None:
+        passed = np.count_nonzero(candidates)
+        if passed == len(view):
+            candidates = None
+        elif not passed:
+            candidates, ignored = _without_those_that_leave_nobody(filters)
     scores = policy.score(view, request)
-    ranked = scores if candidates is None else np.where(candidates, scores, np.inf)
+    ranked = scores if candidates is None else np.where(candidates, scores, _INFINITY)
     best = float(ranked[ranked.argmin()])
     if isfinite(best):
         tied = (ranked == best).nonzero()[0]
@@ -164,7 +172,7 @@ def _filters(view: FleetView, request: Request) -> list[tuple[str, BoolArray]]:
         filters.append(("blacklist", view.allowed))
     if request.capable is not None:
         filters.append(("model", request.capable))
-    if view.batch_cap is not None:
+    if view.batch_cap is not None and view.batch_size[view.batch_size.argmax()] >= view.batch_cap:
         filters.append(("batch_cap", view.batch_size < view.batch_cap))
     if request.cool is not None:
         filters.append(("hotspot", request.cool))
@@ -175,9 +183,11 @@ def new_tokens(request: Request) -> IntArray | np.int64:
     """Return (n,) tokens each instance would have to compute, at least 1; a scalar if all equal."""
     if request.hit_tokens is None:
         return np.int64(max(request.prompt_tokens, 1))
-    return np.maximum(request.prompt_tokens - request.hit_tokens, 1)
+    new: IntArray = np.maximum(request.prompt_tokens - request.hit_tokens, _ONE)
+    return new
 
 
 def queued_tokens(view: FleetView) -> IntArray:
     """Return (n,) queued prefill tokens, never negative."""
-    return np.maximum(view.queued_tokens, 0)
+    queued: IntArray = np.maximum(view.queued_tokens, _ZERO)
+    return queued

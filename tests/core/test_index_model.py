@@ -23,6 +23,8 @@ PROMPTS = [
 ]
 PARENT = {block: p[d - 1] if d else None for p in PROMPTS for d, block in enumerate(p)}
 
+BOUNDS = ("SHARED_MASKS_MAX", "INDICATORS_MAX", "FORKS_MAX")
+
 slots_drawn = st.integers(0, 9)
 prompts_drawn = st.integers(0, len(PROMPTS) - 1)
 
@@ -98,7 +100,8 @@ class IndexMachine(RuleBasedStateMachine):
     def forget_shared_masks(self) -> None:
         """What is remembered may be forgotten at any time."""
         self.real._shared.clear()
-        self.real._members.clear()
+        self.real._indicators.clear()
+        self.real._forks.clear()
 
     @invariant()
     def same_answers(self) -> None:
@@ -121,12 +124,14 @@ class CrowdedIndexMachine(IndexMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bounds = (index_module.SHARED_MASKS_MAX, index_module.MEMBERS_MAX)
-        index_module.SHARED_MASKS_MAX, index_module.MEMBERS_MAX = 1, 1
+        self.bounds = {name: getattr(index_module, name) for name in BOUNDS}
+        for name in BOUNDS:
+            setattr(index_module, name, 1)
 
     def teardown(self) -> None:
         """Put the bounds back."""
-        index_module.SHARED_MASKS_MAX, index_module.MEMBERS_MAX = self.bounds
+        for name, bound in self.bounds.items():
+            setattr(index_module, name, bound)
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_each_filter_excludes_and_yields_when_it_would_exclude_all(name: str):
         view = fleet([0, 5])
         asked = request(10)
         if name == "batch_cap":
-            view.batch_cap = np.where(keep, 100, 0)
+            view = fleet(np.where(keep, 5, 6), [0, 1000], batch_cap=6)
         elif name in ("model", "hotspot"):
             asked = request(10, **{{"model": "capable", "hotspot": "cool"}[name]: keep})
         else:
@@ -113,8 +113,8 @@ def test_each_filter_excludes_and_yields_when_it_would_exclude_all(name: str):
         assert (choice.index, choice.ignored) == (winner, ignored)
 
 
-def test_one_batch_cap_may_hold_for_all():
-    """The cap is a number or an array; at the cap there is no room."""
+def test_an_instance_at_its_batch_cap_has_no_room():
+    """Below the cap there is room; at the cap there is none; if nowhere, the outcome says so."""
     view = fleet([3, 4], queued=[1000, 0], batch_cap=4)
     assert choose(view, request(10)).index == 0
     view.batch_size[0] = 4
@@ -142,7 +142,9 @@ def test_decisions_are_those_of_the_naive_twin(prompt, rows, keeps, in_force, ro
     arrays = [np.array(keep) if on else None for keep, on in zip(keeps, in_force, strict=True)]
     health, ready, allowed, model, cap, cool = arrays
     view = fleet(batch, queued, healthy=health, ready=ready, allowed=allowed)
-    view.batch_cap = None if cap is None else np.where(cap, 5, 0)
+    if cap is not None:
+        view.batch_cap = 3
+        keeps[4] = [b < 3 for b in batch]
     choice = choose(view, request(prompt, hits, capable=model, cool=cool), rotation)
     scores = naive_scoring.multiplicative(prompt, queued, hits, batch)
     named = [(name, keep) for name, keep, on in zip(FILTERS, keeps, in_force, strict=True) if on]
