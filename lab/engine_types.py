@@ -35,6 +35,11 @@ def digest(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def chained_id(number: int, parent: int) -> int:
+    """Return 64 bits that stand for `number` after everything that `parent` stands for."""
+    return xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), parent)
+
+
 def derived_hashes(parent: EngineHash, count: int) -> list[EngineHash]:
     """Return a chain of `count` hashes for blocks whose tokens nobody needs, after `parent`."""
     chain: list[EngineHash] = []
