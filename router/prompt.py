@@ -25,6 +25,7 @@ class Reason(StrEnum):
     NO_TOKENIZER = "no_tokenizer"  # the model card has no tokenizer, or one that cannot be read
     REQUEST_TEMPLATE = "request_template"  # the request brings its own template
     TEMPLATE_ERROR = "template_error"  # the template refuses this chat
+    TOO_LONG = "too_long"  # a text beyond this router's own bound
     TRUNCATION = "truncation"  # the engine is asked to cut the prompt
     UNSUPPORTED = "unsupported"  # a field whose effect on the prompt is not modelled here
 

@@ -44,6 +44,10 @@ class TokenizerError(ValueError):
     """A model card's tokenizer that cannot be read or cannot be followed exactly."""
 
 
+class TextError(ValueError):
+    """A text that no tokenizer takes: it has half of a surrogate pair."""
+
+
 class _Config(msgspec.Struct):
     """What a tokenizer.json says besides its vocabulary."""
 
@@ -72,12 +76,10 @@ class Tokenizer:
         by_words: whether the fast way is in use.
         opening: token ids before every prompt that asks for special tokens (BOS).
         closing: token ids after it.
-        token_chars_max: length of the longest token: no prompt has fewer tokens than
-            characters / token_chars_max.
     """
 
     def __init__(self, data: bytes, words_max: int = WORDS_MAX_DEFAULT) -> None:
-        """Load a tokenizer: about half a second for a large vocabulary.
+        """Load a tokenizer: about half a second for a large vocabulary, interpreter lock held.
 
         Args:
             data: bytes of a tokenizer.json.
@@ -102,10 +104,13 @@ class Tokenizer:
         self.safe = self._checked_cuts(safe_cuts(config.added_tokens))
         self._lines_are_safe = self._words is not None and self._lines_agree()
         self.opening, self.closing = self._surroundings()
-        self.token_chars_max = max(map(len, self._library.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str) -> bytes:
-        """Return the token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without special tokens around it.
+
+        Raises:
+            TextError: the text cannot be written as UTF-8.
+        """
         if self._words is not None and (tokens := self._words.encode(text)) is not None:
             return tokens
         return self._encode_whole(text)
@@ -148,7 +153,10 @@ class Tokenizer:
         return None
 
     def _encode_whole(self, text: str) -> bytes:
-        return _pack(self._library.encode(text, add_special_tokens=False).ids)
+        try:
+            return _pack(self._library.encode(text, add_special_tokens=False).ids)
+        except TypeError as error:  # what the library raises where a str is no UTF-8
+            raise TextError("the text has half of a surrogate pair") from error
 
     def _checked_words(self, config: _Config, words_max: int) -> Words | None:
         if config.model is None:

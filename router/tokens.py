@@ -29,7 +29,7 @@ from router.chat_template import (
 from router.prefix_cache import PrefixCache, Space
 from router.prompt import HEAD_TOKENS, Inexact, Prompt, Reason
 from router.segments import Cutter, choose_cuts
-from router.tokenizer import Tokenizer, TokenizerError
+from router.tokenizer import TextError, Tokenizer, TokenizerError
 from schemas.bus import ModelCard
 from schemas.openai import ChatRequest, CompletionRequest
 
@@ -45,6 +45,8 @@ class ReadLimits(msgspec.Struct, frozen=True):
     """Bounds on tokenizing.
 
     Attributes:
+        chars_max: longest text that is tokenized at all (a million tokens or so at the default);
+            a longer one is `Inexact` (too_long).
         chars_now_max: most new characters of a request that are tokenized at once, by words
             (about 1 ms at the default).
         chars_library_now_max: likewise by the library (about 1 ms).
@@ -52,6 +54,7 @@ class ReadLimits(msgspec.Struct, frozen=True):
             is `Inexact` (busy).
     """
 
+    chars_max: int = 4_000_000
     chars_now_max: int = 16_384
     chars_library_now_max: int = 2_048
     long_texts_max: int = 64
@@ -89,10 +92,11 @@ class PromptReader:
         limits: ReadLimits = DEFAULT_LIMITS,
         now: Clock = datetime.now,
     ) -> None:
-        """Load a model's tokenizer and template: up to a second, so not on a busy event loop.
+        """Load a model's tokenizer and template.
 
-        A card whose tokenizer or template cannot be used gives a reader all the same: its requests
-        are `Inexact`, and `problem` says why.
+        A large vocabulary takes half a second, during which the library holds the interpreter's
+        lock: best before the router is ready. A card whose tokenizer or template cannot be used
+        gives a reader all the same: its requests are `Inexact`, and `problem` says why.
 
         Args:
             card: the model card; `block_size` 0 gives prompts without hashes.
@@ -190,9 +194,8 @@ class PromptReader:
     ) -> _Steps | Inexact:
         tokenizer = self._tokenizer
         assert tokenizer is not None
-        limit = self._card.max_model_len
-        if limit is not None and len(text) > limit * tokenizer.token_chars_max:
-            return Inexact(Reason.INVALID, "longer than the model in any case")
+        if len(text) > self._limits.chars_max:
+            return Inexact(Reason.TOO_LONG)
         if salt == "":
             return Inexact(Reason.INVALID, "cache_salt is empty")
         opening, closing = (tokenizer.opening, tokenizer.closing) if surround else (b"", b"")
@@ -263,6 +266,8 @@ class PromptReader:
                     left = now_max
         except StopIteration as stop:
             return self._count(stop.value)
+        except TextError as error:
+            return self._count(Inexact(Reason.INVALID, str(error)))
         finally:
             steps.close()
 
@@ -277,6 +282,8 @@ class PromptReader:
                 tokens = encode(steps.send(tokens))  # type: ignore[arg-type]
         except StopIteration as stop:
             return self._count(stop.value)
+        except TextError as error:
+            return self._count(Inexact(Reason.INVALID, str(error)))
         finally:
             steps.close()
 

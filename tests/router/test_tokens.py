@@ -259,14 +259,14 @@ def test_token_ids_are_taken_as_they_are(prompt: list[Any], executor: Executor) 
         ({"prompt": "a", "prompt_embeds": "x"}, Reason.MULTIMODAL),
         ({"prompt": "a", "truncate_prompt_tokens": 5}, Reason.TRUNCATION),
         ({"prompt": "a", "cache_salt": ""}, Reason.INVALID),
-        ({"prompt": "a" * 1_000_000}, Reason.INVALID),
+        ({"prompt": "a" * 1_001}, Reason.TOO_LONG),
     ],
 )
 def test_completions_that_are_not_read(
     fields: dict[str, Any], why: Reason, executor: Executor
 ) -> None:
     """What is no single plain prompt is counted under its reason."""
-    read = reader(card(max_model_len=100), executor)
+    read = reader(card(), executor, limits=ReadLimits(chars_max=1_000))
     outcome = completion(read, **fields)
     assert isinstance(outcome, Inexact)
     assert read.stats.inexact == {why: 1} == {outcome.reason: 1}
@@ -327,6 +327,25 @@ def test_a_second_template_for_tools_is_not_followed(executor: Executor) -> None
     assert isinstance(outcome, Inexact)
     assert outcome.reason == Reason.UNSUPPORTED
     assert isinstance(read.read_chat_now(ChatRequest(messages=[user("hi")])), Prompt)
+
+
+@pytest.mark.parametrize("kind", ["packaged", "metaspace"])
+async def test_half_a_surrogate_pair_is_refused(kind: str, executor: Executor) -> None:
+    """JSON can spell texts that are no Unicode; engines refuse them, and so do tokenizers."""
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'},
+    }
+    messages = [user("hi"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    read = reader(card(kind, "{{ messages[1].tool_calls[0].function.arguments.a }}"), executor)
+    for outcome in (
+        read.read_chat_now(ChatRequest(messages=messages)),
+        await read.read_chat(ChatRequest(messages=messages)),
+    ):
+        assert isinstance(outcome, Inexact)
+        assert outcome.reason == Reason.INVALID
+    assert read._cache.stats.handles == 0
 
 
 def test_no_handle_left_costs_reuse_alone(executor: Executor) -> None:
