@@ -106,12 +106,18 @@ class _Parser(Parser):
                 headers = parse_headers(data[body:split])
                 self._deliver(words, reply, data[split : end - 2], headers)
             else:
-                await super().parse(data[position:end])
+                await self._control(data[position:end])
             position = end
             frames += 1
             if frames % _FRAMES_PER_CHECK == 0 and time.perf_counter() >= pause_at:
                 await asyncio.sleep(0)
                 pause_at = time.perf_counter() + SLICE_S
+
+    async def _control(self, line: bytes) -> None:
+        try:
+            await super().parse(line)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise errors.ProtocolError from error  # else the reading task would end in silence
 
     def _frame(self, data: bytes, start: int) -> tuple[list[bytes], int, int]:
         """Measure the frame at `start`.

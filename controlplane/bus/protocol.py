@@ -80,8 +80,7 @@ class BusStats(msgspec.Struct, frozen=True):
         published: messages handed to the connection.
         dropped: messages that `publish` had to drop, oldest first.
         received: messages handed to handlers.
-        disconnects: losses of the connection.
-        slow_consumer: times the server cut us off because we read too slowly.
+        disconnects: losses of the connection; a server also cuts off who reads too slowly.
         refused: operations that the server's permissions forbade.
         handler_errors: handlers that raised.
         buffered: messages waiting to be sent now.
@@ -92,7 +91,6 @@ class BusStats(msgspec.Struct, frozen=True):
     dropped: int = 0
     received: int = 0
     disconnects: int = 0
-    slow_consumer: int = 0
     refused: int = 0
     handler_errors: int = 0
     buffered: int = 0

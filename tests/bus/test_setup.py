@@ -1,0 +1,102 @@
+"""Streams, buckets and stores: created once, corrected when they differ, described."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from controlplane.bus import BusError, MemoryBroker, NatsBus
+from controlplane.bus.embedded import EmbeddedNats
+from controlplane.bus.layout import MIB, layout
+from controlplane.bus.setup import describe, ensure
+from schemas import subjects
+from tests.bus.worlds import fast
+
+pytestmark = pytest.mark.live
+
+PLAN = layout(storage="memory", size=0.05)
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[NatsBus]:
+    """A client of an empty server."""
+    async with EmbeddedNats() as server:
+        bus = await NatsBus.connect(server.url, options=fast())
+        yield bus
+        await bus.close()
+
+
+async def test_setup_is_idempotent_and_corrects(bus: NatsBus) -> None:
+    """The first run creates, the second changes nothing, another plan changes what differs."""
+    plan = layout(storage="memory", size=0.3)
+    changes = await ensure(bus, plan)
+    assert [change.name for change in changes] == [
+        *subjects.STREAMS,
+        subjects.INSTANCES,
+        subjects.ROUTERS,
+        subjects.VERDICTS,
+        subjects.LEADERS,
+        subjects.MODELS,
+        subjects.PREDICTORS,
+    ]
+    assert {change.action for change in changes} == {"created"}
+    assert {change.action for change in await ensure(bus, plan)} == {"unchanged"}
+    bus.publish(subjects.kv("m", "i"), b"kept")
+    await (await bus.bucket(subjects.LEADERS)).put("k", b"kept")
+    larger = layout(storage="memory", size=0.6)
+    corrected = await ensure(bus, larger)
+    assert {(change.action, change.detail) for change in corrected} == {("updated", "max_bytes")}
+    assert {change.action for change in await ensure(bus, larger)} == {"unchanged"}
+    assert (await (await bus.bucket(subjects.LEADERS)).get("k")).value == b"kept"
+    holdings = {holding.name: holding for holding in await describe(bus, larger)}
+    assert holdings["MP_KV"].messages == 1
+    assert holdings["MP_KV"].bytes_max == int(2048 * MIB * 0.6)
+
+
+async def test_what_cannot_be_changed_is_an_error(bus: NatsBus) -> None:
+    """A plan that the server cannot follow in place names what stands in its way."""
+    await ensure(bus, PLAN)
+    with pytest.raises(BusError, match="stream MP_KV"):
+        await ensure(bus, layout(storage="file", size=0.05))
+    with pytest.raises(BusError, match="stream MP_KV"):
+        await ensure(bus, layout(replicas=3, storage="memory", size=0.05))
+
+
+async def test_describe_tells_what_is_held(bus: NatsBus) -> None:
+    """Counts, bytes, ages and bounds of each; what is missing is left out."""
+    assert await describe(bus, PLAN) == []
+    await ensure(bus, PLAN)
+    empty = {holding.name: holding for holding in await describe(bus, PLAN)}
+    assert {(holding.messages, holding.oldest_wall_s) for holding in empty.values()} == {(0, None)}
+    for number in range(3):
+        bus.publish(subjects.load("m", str(number)), b"x" * 100)
+    bucket = await bus.bucket(subjects.INSTANCES)
+    await bucket.put("m.a", b"1")
+    await bucket.put("m.b", b"1")
+    await bucket.delete("m.b")
+    await (await bus.objects(subjects.MODELS)).put("card", b"x" * 300_000)
+    held = {holding.name: holding for holding in await describe(bus, PLAN)}
+    load = held["MP_LOAD"]
+    assert (load.kind, load.messages, load.replicas, load.current) == ("stream", 3, 1, 1)
+    assert load.nbytes >= 300
+    assert load.oldest_wall_s <= load.newest_wall_s
+    assert (held[subjects.INSTANCES].kind, held[subjects.INSTANCES].messages) == ("bucket", 1)
+    assert held[subjects.INSTANCES].age_s_max == 600.0
+    assert (held[subjects.MODELS].kind, held[subjects.MODELS].messages) == ("store", 1)
+
+
+async def test_streams_stay_within_their_bounds(bus: NatsBus) -> None:
+    """Over its bytes a stream discards its oldest messages, and a reader goes on with the rest."""
+    small = layout(storage="memory", size=1e-9)
+    await ensure(bus, small)
+    for number in range(40):
+        bus.publish(subjects.kv("m", "i"), b"%02d" % number + bytes(100_000))
+    await bus.flush()
+    held = {holding.name: holding for holding in await describe(bus, small)}["MP_KV"]
+    assert held.nbytes <= held.bytes_max == MIB
+    records = [record async for record in bus.history("MP_KV")]
+    assert [record.payload[:2] for record in records] == [b"%02d" % n for n in range(30, 40)]
+
+
+async def test_a_bus_in_memory_needs_no_setup() -> None:
+    """Its buckets are always there."""
+    assert await ensure(MemoryBroker().bus(), PLAN) == []
