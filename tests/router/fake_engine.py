@@ -279,10 +279,11 @@ def chunk(data: bytes) -> bytes:
 
 def _behaviour_of(request: Received, default: Behaviour) -> Behaviour:
     """Return how to answer this request: the engine's way, changed by the request's query."""
-    query = request.request_line.split(b" ")[1].partition(b"?")[2].decode()
-    if not query:
+    query = request.request_line.split(b" ")[1].partition(b"?")[2].decode("latin-1")
+    try:
+        changes = msgspec.convert(dict(parse_qsl(query)), _Changes, strict=False)
+    except msgspec.ValidationError:  # Meant for somebody else.
         return default
-    changes = msgspec.convert(dict(parse_qsl(query)), _Changes, strict=False)
     return msgspec.structs.replace(default, **msgspec.structs.asdict(changes))
 
 

@@ -49,6 +49,15 @@ async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S)
         await asyncio.sleep(0.002)
 
 
+class CutShort(AssertionError):
+    """The connection ended in the middle of an answer."""
+
+
+def _require(there: object) -> None:
+    if not there:
+        raise CutShort
+
+
 class Answer(msgspec.Struct):
     """One response, taken apart by a parser as plain as can be."""
 
@@ -90,7 +99,7 @@ def parse_answers(raw: bytes, *methods: bytes) -> list[Answer]:
             body, raw = _dechunk(raw)
         elif b"content-length" in headers:
             length = int(headers[b"content-length"])
-            assert len(raw) >= length, "a body cut short"
+            _require(len(raw) >= length)
             body, raw = raw[:length], raw[length:]
         else:
             body, raw = raw, b""
@@ -103,12 +112,13 @@ def _dechunk(raw: bytes) -> tuple[bytes, bytes]:
     content = b""
     while True:
         line, blank, raw = raw.partition(b"\r\n")
-        assert blank, "a chunked body cut short"
+        _require(blank)
         size = int(line, 16)
         if not size:
-            assert raw.startswith(b"\r\n"), "a chunked body cut short"
+            _require(raw.startswith(b"\r\n"))
             return content, raw[2:]
-        assert raw[size : size + 2] == b"\r\n", "a chunk cut short"
+        _require(len(raw) >= size + 2)
+        assert raw[size : size + 2] == b"\r\n", "a chunk longer than it says"
         content, raw = content + raw[:size], raw[size + 2 :]
 
 
