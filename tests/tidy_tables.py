@@ -1,0 +1,145 @@
+"""What the house allows, as tables for `test_tidy`. Every exception has a reason: add one to yours.
+
+Paths are patterns of `fnmatch` relative to the repository root.
+"""
+
+from __future__ import annotations
+
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 500
+
+# Who may import whom, by the longest prefix that fits. `controlplane.cli` starts everything, so
+# nothing but the console script imports it; the tests are nobody's library.
+FIRST_PARTY: dict[str, tuple[str, ...]] = {
+    "schemas": ("schemas",),
+    "controlplane.core": ("controlplane.core", "schemas"),
+    "controlplane.bus": ("controlplane.bus", "controlplane.core", "schemas"),
+    "controlplane.cli": ("controlplane", "sidecar", "router", "lab", "bench", "schemas"),
+    "controlplane": ("controlplane", "schemas"),
+    "sidecar": ("sidecar", "controlplane", "schemas"),
+    "router": ("router", "controlplane", "schemas"),
+    "lab": ("lab", "sidecar", "router", "controlplane", "schemas"),
+    "bench": ("bench", "lab", "sidecar", "router", "controlplane", "schemas"),
+}
+ONLY_OWN = ("controlplane.cli", "tests")
+
+# What the inner packages may use beside the standard library.
+THIRD_PARTY: dict[str, frozenset[str]] = {
+    "schemas": frozenset({"msgspec"}),
+    "controlplane.core": frozenset({"msgspec", "numpy", "xxhash", "sortedcontainers"}),
+}
+
+# msgspec and numpy are part of the language here; any other library is met by the files named,
+# everyone else by what they offer. Tests and benchmarks use what they like.
+EVERYWHERE = frozenset({"msgspec", "numpy"})
+FOREIGN: dict[str, dict[str, str]] = {
+    "aiohttp": {
+        "controlplane/http_client.py": "small requests beside the data plane",
+        "sidecar/engine_http.py": "scrapes the engine",
+        "lab/server*.py": "the emulated engine's HTTP server",
+    },
+    "httptools": {"router/http_head.py": "parses heads; bodies and framing are ours"},
+    "jinja2": {
+        "router/chat_template.py": "runs models' templates, sandboxed",
+        "router/template_content.py": "reads a template to see which form of content it wants",
+        "lab/server_model.py": "the emulated engine renders as vLLM does",
+    },
+    "nats": {"controlplane/bus/nats_link.py": "the only connection to the server"},
+    "prometheus_client": {
+        "router/metrics.py": "the router's exporter",
+        "sidecar/metrics.py": "the sidecar's exporter",
+        "controlplane/metrics.py": "the services' exporter",
+        "lab/server_metrics.py": "the emulated engine's /metrics, as vLLM names them",
+    },
+    "rich": {
+        "controlplane/cli/*.py": "what commands print",
+        "lab/summary.py": "tables of results",
+        "lab/up.py": "what the demo prints",
+        "lab/view.py": "the demo's live view",
+    },
+    "sortedcontainers": {"controlplane/core/*.py": "ordered queues"},
+    "tokenizers": {
+        "router/tokenizer.py": "text to tokens on the request path",
+        "lab/server_model.py": "the emulated engine's own",
+    },
+    "typer": {"controlplane/cli/*.py": "the command line"},
+    "uvloop": {
+        "controlplane/runtime.py": "starts every service's loop",
+        "lab/server.py": "starts the emulated engine's loop",
+    },
+    "xgboost": {"controlplane/predictor/*.py": "latency models"},
+    "xxhash": {
+        "controlplane/core/hashing.py": "block hashes",
+        "lab/engine_types.py": "the emulated engine's own block hashes, which are not ours",
+    },
+    "zmq": {
+        "sidecar/zmq_source.py": "vLLM's event socket, our end",
+        "lab/publisher.py": "vLLM's event socket, the engine's end",
+    },
+}
+DISTRIBUTIONS = {"nats": "nats-py", "prometheus_client": "prometheus-client", "zmq": "pyzmq"}
+
+# Events and the time come in, values and effects go out: no clock, no I/O, no environment.
+PURE = (
+    "schemas/*.py",
+    "controlplane/core/*.py",
+    "sidecar/changes.py",
+    "sidecar/engine_stream.py",
+    "sidecar/memories.py",
+    "sidecar/metrics_text.py",
+    "sidecar/mirror.py",
+    "sidecar/orphans.py",
+    "sidecar/relay.py",
+    "router/breaker.py",
+    "router/chat_messages.py",
+    "router/directory.py",
+    "router/http_chunks.py",
+    "router/http_head.py",
+    "router/http_reader.py",
+    "router/prefix_cache.py",
+    "router/prompt.py",
+    "router/segments.py",
+    "router/standing.py",
+    "router/surface.py",
+    "router/template_content.py",
+    "router/words.py",
+    "lab/block_pool.py",
+    "lab/engine.py",
+    "lab/engine_types.py",
+    "lab/profiles.py",
+)
+IMPURE_MODULES = frozenset(
+    {
+        *("asyncio", "concurrent", "multiprocessing", "queue", "signal", "subprocess", "threading"),
+        *("http", "select", "selectors", "socket", "ssl", "urllib.request"),
+        *("os", "pathlib", "shutil", "tempfile", "getpass", "platform"),
+        *("contextvars", "importlib", "logging", "warnings"),
+        *("secrets", "time", "uuid"),
+        *("aiohttp", "nats", "prometheus_client", "uvloop", "zmq"),
+    }
+)
+IMPURE_CALLS = frozenset({"input", "open", "print"})
+SEEDED = frozenset({"Random", "default_rng", "Generator", "PCG64"})
+CLOCKS = frozenset({"datetime.now", "datetime.utcnow", "datetime.today", "date.today"})
+
+# A test waits for a condition with a deadline. These are the deadline loops, and the slow peers.
+SLEEPERS: dict[str, str] = {
+    "tests/bus/test_nats_bus.py": "plays a reader that is too slow, in its handler",
+    "tests/vllm/harness.py": "waits for servers, with a deadline",
+    "tests/vllm/kv_events.py": "waits for events, with a deadline",
+    "tests/vllm/sim_executor.py": "is the simulated forward pass",
+}
+SKIPPERS: dict[str, str] = {
+    "tests/bus/test_embedded.py": "the parent-death signal exists on Linux only",
+    "tests/router/test_hostile*.py": "thousands of connections need as many file descriptors",
+}
+
+
+def _spelled(*words: str) -> list[str]:
+    """Returns words that are written with a bar here, so that this file does not break the rule."""
+    return [word.replace("|", "") for word in words]
+
+
+UNFINISHED = _spelled("TO|DO", "FIX|ME", "# XX|X", "NotImplemented|Error")
+EXCUSED = _spelled("pytest.sk|ip", "mark.sk|ip", "xf|ail", "importor|skip")
+MACHINE = _spelled("/wo|rk/", "/tmp/ba|sh", ".libr|ary/", "find-li|nks")
