@@ -134,6 +134,18 @@ def test_nothing_heard_is_not_exact() -> None:
     assert (follower.epoch, follower.seq, follower.exact, follower.kept) == (-1, -1, False, 0)
 
 
+def test_the_position_is_that_of_the_applied_set() -> None:
+    """It is told only where there is a set to speak of, exact or not."""
+    follower = StreamFollower()
+    assert follower.position is None
+    follower.receive(batch(0))
+    assert follower.position == (1, 0)
+    follower.receive(batch(5))
+    assert follower.position == (1, 0)
+    follower.receive(batch(3, epoch=2))
+    assert follower.position is None
+
+
 # --- bounds
 
 
@@ -315,7 +327,8 @@ class AnyStream(RuleBasedStateMachine):
         """What is claimed exact is the truth as of the claimed place in the stream."""
         follower = self.follower
         if follower.exact:
-            assert self.view == self.history[follower.epoch, follower.seq]
+            assert follower.position is not None
+            assert self.view == self.history[follower.position]
             assert follower.kept == 0
 
     @invariant()
