@@ -111,3 +111,9 @@ class Child:
         """End it as a crash would."""
         self.signal(signal.SIGKILL)
         await self.wait()
+
+    def close(self) -> None:
+        """Forget its log. Call once it has ended."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None

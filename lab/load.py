@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from lab.traces import Trace, TraceRequest
 from router.http_head import ResponseHead
 from router.limits import UpstreamLimits
 from router.upstream import UpstreamPool
@@ -30,13 +31,13 @@ class Planned(msgspec.Struct, frozen=True):
     Attributes:
         at_s: when, from the start of the run.
         path: of the API.
-        body: JSON bytes.
+        body: makes the JSON bytes when they are needed: a trace's prompts are too many to keep.
         prompt_tokens: for the report.
     """
 
     at_s: float
     path: str
-    body: bytes
+    body: Callable[[], bytes]
     prompt_tokens: int
 
 
@@ -151,17 +152,39 @@ async def run_load(
             break
         await places.acquire()
         late_s = time.monotonic() - began_s - request.at_s
-        pool.send("target", _head(request), request.body, _Client(request, late_s, done))
+        body = request.body()
+        pool.send("target", _head(request, len(body)), body, _Client(request, late_s, done))
     for _ in range(concurrent_max):
         await places.acquire()
     await pool.close()
     return results
 
 
-def _head(request: Planned) -> bytes:
+def plan(trace: Trace, model: str) -> tuple[Planned, ...]:
+    """Return a trace's requests as streamed completions of token ids."""
+
+    def body_of(request: TraceRequest) -> Callable[[], bytes]:
+        return lambda: msgspec.json.encode(
+            {
+                "model": model,
+                "prompt": trace.prompt_ids(request),
+                "max_tokens": request.output_tokens,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+
+    return tuple(
+        Planned(request.at_s, "/v1/completions", body_of(request), request.input_tokens)
+        for request in trace.requests
+    )
+
+
+def _head(request: Planned, body_bytes: int) -> bytes:
     return (
         f"POST {request.path} HTTP/1.1\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(request.body)}\r\n"
+        f"content-length: {body_bytes}\r\n"
     ).encode()
 
 

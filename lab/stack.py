@@ -179,6 +179,8 @@ class LocalStack:
         """End everything, clients' side first."""
         await asyncio.gather(*(router.stop() for router in self.routers))
         await asyncio.gather(*(sidecar.stop() for sidecar in self.sidecars))
+        for child in (*self.routers, *self.sidecars):
+            child.close()
         await self.fleet.close()
         if self.embedded is not None:
             await self.embedded.stop()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lab.load import Answered
@@ -71,23 +72,29 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float, float]:
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """Return the runs side by side."""
-    shown = Table(
-        "policy",
-        *("requests", "failed", "TTFT mean", "p50", "p95", "p99", "TPOT mean", "p99"),
-        *("hit rate", "max/mean load"),
-        title="times in ms",
-    )
+    """Return the runs side by side, a column each; where there are two, their ratio as well."""
+    shown = Table("", *(run.name for run in summaries), box=SIMPLE_HEAD)
+    rows: list[tuple[str, list[float], str]] = [
+        ("requests", [run.requests for run in summaries], ",.0f"),
+        ("failed", [run.failed for run in summaries], ",.0f"),
+        *(
+            (f"TTFT {name}, s", [run.ttft_s[place] for run in summaries], ".3f")
+            for place, name in enumerate(("mean", "p50", "p95", "p99"))
+        ),
+        ("TPOT mean, ms", [run.tpot_s[0] * 1e3 for run in summaries], ".1f"),
+        ("TPOT p99, ms", [run.tpot_s[1] * 1e3 for run in summaries], ".1f"),
+        ("hit rate", [run.hit_rate for run in summaries], ".1%"),
+        ("most loaded / mean", [run.balance for run in summaries], ".2f"),
+    ]
+    two = len(summaries) == 2
+    if two:
+        shown.add_column("ratio")
     for column in shown.columns[1:]:
         column.justify = "right"
-    for run in summaries:
-        shown.add_row(
-            run.name,
-            f"{run.requests:,}",
-            str(run.failed),
-            *(f"{value * 1e3:,.0f}" for value in run.ttft_s),
-            *(f"{value * 1e3:,.1f}" for value in run.tpot_s),
-            f"{run.hit_rate:.1%}",
-            f"{run.balance:.2f}",
-        )
+    for name, values, form in rows:
+        cells = [format(value, form) for value in values]
+        if two:
+            comparable = values[1] and name not in ("requests", "failed")
+            cells.append(f"{values[0] / values[1]:.2f}" if comparable else "")
+        shown.add_row(name, *cells)
     return shown

@@ -150,6 +150,7 @@ async def _replay(
                 shown = Group(picture, progress)
             live.update(shown, refresh=True)
             await asyncio.wait([running], timeout=_FRAME_S)
+    console.print()
     results = await running
     took_s = time.monotonic() - began_s
     await asyncio.sleep(_QUIET_S)

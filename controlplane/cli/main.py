@@ -7,6 +7,7 @@ import typer
 from controlplane.cli import bus_command, errors, operator_commands
 from controlplane.cli.doctor_command import doctor
 from controlplane.cli.router_command import router
+from controlplane.cli.up_command import up
 
 app = typer.Typer(
     name="multiplane",
@@ -36,6 +37,7 @@ def root(
     """A control plane for fleets of vLLM servers: KV-cache-aware routing that can be audited."""
 
 
+app.command()(up)
 app.command()(router)
 app.command()(doctor)
 app.command()(operator_commands.instances)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from controlplane.cli.errors import UsageError
 from controlplane.core.policies import POLICIES
+
+if TYPE_CHECKING:
+    from lab.load import Planned
 
 ENGINES = "The emulated engines"
 TRACE = "Replaying a trace"
@@ -52,7 +55,7 @@ def up(
             "reported as if they had not.",
             rich_help_panel=TRACE,
         ),
-    ] = 10.0,
+    ] = 4.0,
     duration: Annotated[
         float,
         typer.Option(min=1.0, help="Seconds of the trace to replay.", rich_help_panel=TRACE),
@@ -86,7 +89,7 @@ def up(
     console = Console()
     clock = speed if trace else engine_speed
     flags = ["--profile", profile, "--speed", str(clock), "--blocks", str(blocks)]
-    planned = ()
+    planned: tuple[Planned, ...] = ()
     if trace:
         planned = _planned(trace, speed, duration)
         flags += ["--max-model-len", "131072"]
@@ -100,3 +103,22 @@ def up(
         json=json,
     )
     raise typer.Exit(asyncio.run(run(options, console)))
+
+
+def _planned(name: str, speed: float, duration_s: float) -> tuple[Planned, ...]:
+    """Return the requests of a trace, at their times in a faster world.
+
+    Raises:
+        UsageError: the trace cannot be used, or nothing of it is left.
+    """
+    from lab.load import plan
+    from lab.traces import TraceError, read_trace, sample_trace
+
+    try:
+        trace = sample_trace() if name == "sample" else read_trace(Path(name))
+    except (TraceError, OSError) as error:
+        raise UsageError(f"--trace {name}: {error}") from error
+    trace = trace.cut(0.0, duration_s).faster(speed)
+    if not trace.requests:
+        raise UsageError(f"--trace {name}: no request within --duration {duration_s:g} s")
+    return plan(trace, "tiny")
