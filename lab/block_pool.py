@@ -98,15 +98,13 @@ class BlockPool:
         """
         assert count <= len(self._free), f"{count} blocks asked, {len(self._free)} free"
         take, references, hash_of = self._free.popitem, self.references, self._hash_of
-        blocks: list[int] = []
-        for _ in range(count):
-            block, _ = take(last=False)
-            carried = hash_of[block]
-            if carried is not None:
-                self._forget(block, carried)
-                evicted.append(carried)
+        blocks = [take(False)[0] for _ in range(count)]  # last=False; positional is faster
+        labels = [hash_of[block] for block in blocks]
+        for block in blocks:
             references[block] = 1
-            blocks.append(block)
+            hash_of[block] = None
+        self._forget(blocks, labels)
+        evicted += [label for label in labels if label is not None]
         return blocks
 
     def cache(self, blocks: Iterable[int], hashes: Iterable[EngineHash]) -> None:
@@ -162,15 +160,25 @@ class BlockPool:
             assert blocks == {self._block_of[each], *self._twins.get(each, ())}
         assert all(self._twins.values())
 
-    def _forget(self, block: int, carried: EngineHash) -> None:
-        self._hash_of[block] = None
-        twins = self._twins.get(carried)
-        if twins is None:
-            del self._block_of[carried]
+    def _forget(self, blocks: list[int], labels: list[EngineHash | None]) -> None:
+        """Take blocks out of the map, each with the hash that it carried."""
+        block_of, twins = self._block_of, self._twins
+        if twins.keys().isdisjoint(labels):
+            for label in labels:
+                if label is not None:
+                    del block_of[label]
             return
-        if self._block_of[carried] == block:
-            self._block_of[carried] = twins.pop(0)
+        for block, label in zip(blocks, labels, strict=True):
+            if label is not None and label not in twins:
+                del block_of[label]
+            elif label is not None:
+                self._forget_twin(block, label)
+
+    def _forget_twin(self, block: int, label: EngineHash) -> None:
+        twins = self._twins[label]
+        if self._block_of[label] == block:
+            self._block_of[label] = twins.pop(0)
         else:
             twins.remove(block)
         if not twins:
-            del self._twins[carried]
+            del self._twins[label]
