@@ -63,7 +63,8 @@ class EmbeddedNats:
     Args:
         store_dir: where JetStream keeps its files; None: a temporary folder, removed by `stop`.
         port: of the clients' listener; 0: any free one, kept across restarts.
-        config: a configuration file; what is given here wins over it.
+        config: a configuration file, which then decides about JetStream and its `store_dir`. The
+            server runs in its folder, which is where paths in it lead from.
         args: further command-line arguments of nats-server.
         ready_s_max: longest wait for it to listen.
     """
@@ -115,6 +116,7 @@ class EmbeddedNats:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                cwd=self._config.parent if self._config is not None else None,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
@@ -175,11 +177,12 @@ class EmbeddedNats:
     def _command(self) -> list[str]:
         self._temporary.mkdir(parents=True, exist_ok=True)
         command = [str(find_server()), "--addr", "127.0.0.1", "--port", str(self.port or -1)]
-        command += ["--jetstream", "--store_dir", str(self._store_dir)]
         command += ["--log", str(self._log), "--log_size_limit", str(_LOG_BYTES_MAX)]
         command += ["--ports_file_dir", str(self._temporary)]
         if self._config is not None:
             command += ["--config", str(self._config)]
+        else:
+            command += ["--jetstream", "--store_dir", str(self._store_dir)]
         return [*command, *self._args]
 
     async def _listening(self) -> int:

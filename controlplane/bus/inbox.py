@@ -35,11 +35,13 @@ class Box:
 
     Args:
         subject: where they arrive.
+        asked: the subject of the request.
         limit: most unread answers; one more fails the request.
     """
 
-    def __init__(self, inbox: Inbox, subject: str, limit: int) -> None:
+    def __init__(self, inbox: Inbox, subject: str, asked: str, limit: int) -> None:
         self.subject = subject
+        self.asked = asked
         self._inbox = inbox
         self._limit = limit
         self._answers: deque[Answer] = deque()
@@ -97,10 +99,10 @@ class Inbox:
         self._count = 0
         self._boxes: dict[str, Box] = {}
 
-    def open(self, limit: int) -> Box:
+    def open(self, asked: str, limit: int) -> Box:
         """Return a new box; use it as a context manager."""
         self._count += 1
-        box = Box(self, f"{self._prefix}.{self._count}", limit)
+        box = Box(self, f"{self._prefix}.{self._count}", asked, limit)
         self._boxes[box.subject] = box
         return box
 
@@ -118,3 +120,9 @@ class Inbox:
         """No answer will come to any of the open boxes."""
         for box in self._boxes.values():
             box.fail(reason)
+
+    def refuse(self, reason: str) -> None:
+        """The server forbade something: fail the requests that its reason names."""
+        for box in self._boxes.values():
+            if f'"{box.asked}"'.lower() in reason.lower():
+                box.fail(f"the server refuses: {reason}")

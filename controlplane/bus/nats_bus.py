@@ -195,7 +195,7 @@ class NatsBus:
     ) -> AsyncIterator[bytes]:
         """See `Bus.request`."""
         count = 0
-        with self._inbox.open(self.options.answers_max) as box:
+        with self._inbox.open(subject, self.options.answers_max) as box:
             await self.link().publish(subject, payload, box.subject)
             while True:
                 answer = await box.get(timeout_s)
@@ -216,7 +216,7 @@ class NatsBus:
         Raises:
             BusError: nobody answers, or not within `call_s_max`, or the connection was lost.
         """
-        with self._inbox.open(1) as box:
+        with self._inbox.open(subject, 1) as box:
             await self.link().publish(subject, payload, box.subject, headers)
             answer = await box.get(self.options.call_s_max)
         if answer.status == _NO_RESPONDERS:
@@ -349,7 +349,7 @@ class NatsBus:
 
     async def _establish(self, server: str) -> Link:
         """Connect and make every subscription; only then is the link used. Raises BusError."""
-        link = await open_link(server, self._link_options, self.guard)
+        link = await open_link(server, self._link_options, self.guard, self._inbox.refuse)
         try:
             while missing := [each for each in self._subscriptions if each.link is not link]:
                 for subscription in missing:

@@ -44,6 +44,7 @@ _FRAMES_PER_CHECK = 16
 _CONTROL_BYTES_MAX = 64 * 1024
 _CONNECT_WAIT_S = 0.05  # nats-py tries a server twice; this is between the two
 _PINGS_OUTSTANDING_MAX = 2
+_REFUSALS_LOGGED_MAX = 20  # of one connection; all are counted
 
 
 class LinkError(BusError):
@@ -199,11 +200,14 @@ class Link:
         inbox: subject prefix that only this client receives from.
     """
 
-    def __init__(self, guard: Guard, options: LinkOptions) -> None:
+    def __init__(
+        self, guard: Guard, options: LinkOptions, on_refusal: Callable[[str], None]
+    ) -> None:
         self.lost = asyncio.Event()
         self.reason = ""
         self.refused = 0
         self.on_loss: set[Callable[[], None]] = set()
+        self._on_refusal = on_refusal
         self.inbox = options.inbox
         self._client = _Client(guard, self._end, tls=options.tls is not None)
 
@@ -307,7 +311,9 @@ class Link:
         text = _describe(error)
         if "permissions violation" in text.lower():
             self.refused += 1
-            log.warning("the bus refuses: %s", text)
+            level = logging.DEBUG if self.refused > _REFUSALS_LOGGED_MAX else logging.WARNING
+            log.log(level, "NATS refuses: %s", text)
+            self._on_refusal(text)
         else:
             self.reason = text
 
@@ -316,8 +322,18 @@ def _describe(error: BaseException) -> str:
     return str(error).removeprefix("nats: ") or type(error).__name__
 
 
-async def open_link(server: str, options: LinkOptions, guard: Guard) -> Link:
-    """Connect to a server. Raises LinkError."""
-    link = Link(guard, options)
+async def open_link(
+    server: str, options: LinkOptions, guard: Guard, on_refusal: Callable[[str], None]
+) -> Link:
+    """Connect to a server.
+
+    Args:
+        guard: calls the handlers.
+        on_refusal: told why, whenever the server does not permit an operation.
+
+    Raises:
+        LinkError: it does not answer, or does not let us in.
+    """
+    link = Link(guard, options, on_refusal)
     await link.connect(server, options)
     return link

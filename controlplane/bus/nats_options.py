@@ -64,6 +64,10 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
     answers_max: int = 4096
     call_s_max: float = 5.0
 
+    def __repr__(self) -> str:
+        """Leave the secrets out."""
+        return f"NatsOptions(user={self.user!r}, …)"
+
 
 def _tls_context(options: NatsOptions, servers: Sequence[str]) -> ssl.SSLContext | None:
     files = (options.tls_ca, options.tls_cert, options.tls_key)
@@ -112,6 +116,10 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_first: bool
     connect_s_max: float
     ping_s: float
+
+    def __repr__(self) -> str:
+        """Leave the secrets out."""
+        return f"LinkOptions(name={self.name!r}, user={self.user!r}, …)"
 
 
 def link_options(

@@ -136,7 +136,7 @@ def test_a_layout_that_cannot_be_is_refused(bad: dict) -> None:
 async def test_a_box_is_bounded() -> None:
     """A requester that does not read fails; what it had is still there."""
     inbox = Inbox("_INBOX.x")
-    with inbox.open(limit=2) as box:
+    with inbox.open("asked", limit=2) as box:
         for payload in (b"1", b"2", b"3"):
             inbox.receive(box.subject, "", payload, None)
         assert [(await box.get(1)).payload for _ in range(2)] == [b"1", b"2"]
@@ -149,15 +149,26 @@ async def test_a_box_is_bounded() -> None:
 async def test_a_lost_connection_fails_open_boxes_only() -> None:
     """Whoever waits learns it at once; later requests are not touched."""
     inbox = Inbox("_INBOX.x")
-    with inbox.open(limit=2) as box:
+    with inbox.open("asked", limit=2) as box:
         waiting = asyncio.create_task(box.get(60))
         await asyncio.sleep(0)
         inbox.fail("gone")
         with pytest.raises(BusError, match="gone"):
             await waiting
-    with inbox.open(limit=2) as box:
+    with inbox.open("asked", limit=2) as box:
         inbox.receive(box.subject, "", b"1", {"A": "b"})
         assert await box.get(1) == Answer(b"1", {"A": "b"})
+
+
+async def test_a_refusal_fails_the_request_it_names() -> None:
+    """The server's errors come on their own, in lower case; they name the subject."""
+    inbox = Inbox("_INBOX.x")
+    with inbox.open("$JS.API.A", limit=2) as one, inbox.open("$JS.API.AB", limit=2) as other:
+        inbox.refuse('permissions violation for publish to "$js.api.a"')
+        inbox.receive(other.subject, "", b"1", None)
+        with pytest.raises(BusError, match="refuses"):
+            await one.get(1)
+        assert (await other.get(1)).payload == b"1"
 
 
 @pytest.mark.parametrize(
