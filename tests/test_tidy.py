@@ -26,20 +26,6 @@ from tests import tidy_tables as house
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("schemas", "controlplane", "sidecar", "router", "lab", "bench")
 NOT_OURS = {"build", "dist", "node_modules", "run", "__pycache__"}
-TEXTS = {
-    ".cfg",
-    ".conf",
-    ".css",
-    ".html",
-    ".ini",
-    ".jinja",
-    ".js",
-    ".json",
-    ".md",
-    ".py",
-    ".service",
-}
-TEXTS |= {".sh", ".toml", ".tpl", ".txt", ".yaml", ".yml", ""}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -338,7 +324,7 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
     """Paths of one machine occur in no text file."""
     findings: list[str] = []
     for path in files():
-        if Path(path).suffix in TEXTS:
+        if Path(path).suffix in house.TEXT_SUFFIXES:
             text = (ROOT / path).read_text(encoding="utf-8", errors="replace")
             findings += machine_paths(path, text)
     assert not findings, "\n".join(findings)
