@@ -71,7 +71,7 @@ def read(path: str, text: str) -> Source:
         elif isinstance(node, ast.Import):
             source.imports.extend((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            source.imports.extend((node.lineno, name) for name in imported(source, node))
+            source.imports.extend((node.lineno, name) for name in sorted(imported(source, node)))
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             inside = getattr(node, block, ())
             if isinstance(inside, list):
@@ -79,14 +79,14 @@ def read(path: str, text: str) -> Source:
     return source
 
 
-def imported(source: Source, node: ast.ImportFrom) -> list[str]:
+def imported(source: Source, node: ast.ImportFrom) -> set[str]:
     """Returns the modules of `from … import …`: a submodule counts by its own name."""
     base = node.module or ""
     if node.level:
         package = source.module.split(".")
         package = package[: len(package) - node.level + source.path.endswith("__init__.py")]
         base = ".".join([*package, base]).rstrip(".")
-    return [f"{base}.{alias.name}" if base in HOLDERS else base for alias in node.names]
+    return {f"{base}.{alias.name}" if base in HOLDERS else base for alias in node.names}
 
 
 HOLDERS = {"controlplane", "tests"}  # whose submodules have rules of their own

@@ -55,8 +55,8 @@ FOREIGN: dict[str, dict[str, str]] = {
     "nats": {"controlplane/bus/nats_link.py": "the only connection to the server"},
     "prometheus_client": {
         "router/metrics.py": "the router's exporter",
-        "sidecar/metrics.py": "the sidecar's exporter",
-        "controlplane/metrics.py": "the services' exporter",
+        "sidecar/exporter.py": "the sidecar's exporter",
+        "controlplane/exporter.py": "the services' exporter",
         "lab/server_metrics.py": "the emulated engine's /metrics, as vLLM names them",
     },
     "rich": {
