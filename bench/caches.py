@@ -43,7 +43,8 @@ class Shape(msgspec.Struct, frozen=True):
         system_blocks: shortest and longest of them.
         system_whole: instances that hold all of a given system prompt.
         system_partial: instances that hold the beginning of it.
-        moved: conversations of which another instance holds an earlier stretch.
+        moved: conversations of which other instances hold an earlier stretch.
+        moved_holders: on how many others.
         evicted: conversations that are partly evicted.
         next_turns: prompts that continue a conversation.
         new_conversations: prompts that share only a system prompt; the rest shares nothing.
@@ -54,9 +55,10 @@ class Shape(msgspec.Struct, frozen=True):
     prompt_tokens: tuple[int, ...] = (1_024, 8_192, 65_536)
     system_prompts: int = 8
     system_blocks: tuple[int, int] = (16, 56)
-    system_whole: float = 0.85
+    system_whole: float = 0.95
     system_partial: float = 0.02
     moved: float = 0.25
+    moved_holders: int = 1
     evicted: float = 0.3
     next_turns: float = 0.75
     new_conversations: float = 0.2
@@ -125,7 +127,8 @@ class FleetCaches:
             made += int(len(own) * reach)
             reaches = {int(rng.integers(shape.instances)): reach}
             if rng.random() < shape.moved:
-                reaches.setdefault(int(rng.integers(shape.instances)), reach * rng.random())
+                for other in rng.integers(shape.instances, size=shape.moved_holders):
+                    reaches.setdefault(int(other), reach * rng.random())
             for instance, share in reaches.items():
                 self._hold_system(instance, system, len(prompt))
                 held = own[: int(len(own) * share)]

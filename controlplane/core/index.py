@@ -177,20 +177,22 @@ class PrefixIndex:
             return refusal
         shards, shift, bit = self._shards, self._shift, self._slots.bits[slot]
         known: list[BlockHash] = []
-        shared = old = new = 0
+        shared = new = 0
+        old: int | None = None
         for block in hashes:
             shard = shards[block >> shift]
             mask = shard.get(block)
             if mask is None:
                 shard[block] = bit
-            elif mask & bit:
-                known.append(block)
-            else:
-                # A chain's blocks mostly have one owner set: unite it once.
-                if mask is not old:
-                    old, new = mask, self._share(mask | bit)
-                shard[block] = new
-                shared += 1
+                continue
+            # A chain's blocks mostly have one set of owners: look at it and unite it once.
+            if mask is not old:
+                if mask & bit:
+                    known.append(block)
+                    continue
+                old, new = mask, self._share(mask | bit)
+            shard[block] = new
+            shared += 1
         self._blocks += len(hashes) - shared - len(known)
         self._counts[slot] += len(hashes) - len(known)
         self._digests[slot] ^= _xor(packed) ^ _xor_all(known)
@@ -213,19 +215,21 @@ class PrefixIndex:
         hashes = unpack_hashes(packed)
         shards, shift, bit = self._shards, self._shift, self._slots.bits[slot]
         absent: list[BlockHash] = []
-        shared = old = new = 0
+        shared = new = 0
+        old: int | None = None
         for block in hashes:
             shard = shards[block >> shift]
             mask = shard.get(block, 0)
             if mask == bit:
                 del shard[block]
-            elif mask & bit:
-                if mask is not old:
-                    old, new = mask, self._share(mask ^ bit)
-                shard[block] = new
-                shared += 1
-            else:
-                absent.append(block)
+                continue
+            if mask is not old:
+                if not mask & bit:
+                    absent.append(block)
+                    continue
+                old, new = mask, self._share(mask ^ bit)
+            shard[block] = new
+            shared += 1
         self._blocks -= len(hashes) - shared - len(absent)
         self._counts[slot] -= len(hashes) - len(absent)
         self._digests[slot] ^= _xor(packed) ^ _xor_all(absent)
