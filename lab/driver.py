@@ -177,6 +177,7 @@ async def _spawn(flags: Sequence[str]) -> tuple[_Process, IO[bytes], Endpoints]:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=log,
+        start_new_session=True,  # Ctrl-C is for whoever started the fleet
     )
     assert process.stdout is not None
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -23,6 +23,11 @@ def engine_hash(block_hash: BlockHash) -> EngineHash:
     Real vLLM's names are unrelated to ours; a component that confuses the two must fail in the lab.
     """
     return block_hash ^ _ENGINE_MARK
+
+
+def engine_hashes(block_hashes: Iterable[BlockHash]) -> list[EngineHash]:
+    """Return `engine_hash` of each block, faster than one by one."""
+    return [each ^ _ENGINE_MARK for each in block_hashes]
 
 
 def block_hash_of(name: EngineHash) -> BlockHash:

@@ -28,7 +28,7 @@ from lab.engine_types import (
     Output,
     Request,
     StepResult,
-    engine_hash,
+    engine_hashes,
 )
 from lab.server_model import Answer
 from schemas.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -156,7 +156,7 @@ class LiveEngine:
                 request_id=job.request_id,
                 prompt_tokens=len(job.prompt_ids),
                 output_tokens=len(job.answer.token_ids),
-                block_hashes=[engine_hash(each) for each in hashes],
+                block_hashes=engine_hashes(hashes),
                 finish_reason=job.answer.finish_reason,
                 report_hits=job.report_hits,
             )

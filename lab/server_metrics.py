@@ -67,6 +67,8 @@ class ServerMetrics:
             generation = generations.get(request_id)
             if generation is not None and generation.scheduled_s is None:
                 generation.scheduled_s = max(generation.submitted_s, now_s - result.duration_s)
+        if result.outputs:
+            self.generation_tokens.inc(sum(output.new_tokens for output in result.outputs))
         for output in result.outputs:
             generation = generations.get(output.request_id)
             if generation is not None:
@@ -77,7 +79,6 @@ class ServerMetrics:
         self.rejections.labels(*self._labels, "max_num_queued_reqs").inc()
 
     def _observe_output(self, output: Output, generation: Generation, now_s: float) -> None:
-        self.generation_tokens.inc(output.new_tokens)
         if output.cached_tokens is not None:
             prompt_tokens = len(generation.job.prompt_ids)
             self.ttft.observe(now_s - generation.submitted_s)

@@ -33,7 +33,7 @@ from lab.engine_types import (
     Request,
     StepResult,
     block_hash_of,
-    engine_hash,
+    engine_hashes,
 )
 from lab.profiles import find_profile
 from tests.vllm.probe import SchedulerProbe, Step
@@ -161,7 +161,7 @@ def request_of(arrival: Arrival) -> Request:
         arrival.name,
         length,
         arrival.max_tokens,
-        [engine_hash(each) for each in chain(tokens, BLOCK, extras=Extras(salt=arrival.salt))],
+        engine_hashes(chain(tokens, BLOCK, extras=Extras(salt=arrival.salt))),
         report_hits=arrival.report_hits,
     )
 
