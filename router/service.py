@@ -29,7 +29,7 @@ from router.http_exchange import JSON, Exchange
 from router.http_proxy import RETRIES_MAX, Forwarder, Outcome
 from router.metrics import RequestMetrics
 from router.prompt import Inexact, Prompt
-from router.surface import BYTES_PER_TOKEN, ENDPOINTS, PASS_THROUGH, Parsed, model_of, read
+from router.surface import BYTES_PER_TOKEN, ENDPOINTS, PASS_THROUGH, Parsed, read, read_body
 from router.upstream import UpstreamPool
 from schemas.codec import RemoteError
 from schemas.openai import CompletionRequest
@@ -94,8 +94,7 @@ class Router:
             )
             return
         try:
-            parsed = endpoint.decode(exchange.body) if endpoint.decode else None
-            name = parsed.model if parsed is not None else model_of(exchange.body)
+            parsed, name = read_body(endpoint, exchange.body)
         except RemoteError as error:
             self.metrics.rejected("malformed")
             exchange.respond_error(

@@ -14,6 +14,7 @@ import msgspec
 from controlplane.core.hashing import NO_EXTRAS, Extras
 from router.prompt import Inexact, Prompt, Reason
 from router.tokens import PromptReader
+from schemas.codec import RemoteError
 from schemas.openai import ChatRequest, CompletionRequest, decode_chat, decode_completion
 
 BYTES_PER_TOKEN = 4
@@ -42,14 +43,36 @@ ENDPOINTS: dict[bytes, Endpoint] = {
 }
 PASS_THROUGH = Endpoint()
 
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _NAMED = msgspec.json.Decoder(_Named)
 
 
-def model_of(body: bytes) -> str:
+def read_body(endpoint: Endpoint, body: bytes) -> tuple[Parsed | None, str]:
+    """Return what a body says, and the model that it names.
+
+    A JSON object whose fields are not of the types that are known here is not refused: engines
+    differ in what they accept, and the engine will say. It is routed by load.
+
+    Raises:
+        RemoteError: the endpoint takes JSON, and this is no JSON object.
+    """
+    if endpoint.decode is None:
+        return None, _model_of(body)
+    try:
+        parsed = endpoint.decode(body)
+    except RemoteError:
+        try:
+            return None, _NAMED.decode(body).model
+        except _MALFORMED as error:
+            raise RemoteError(str(error)) from error
+    return parsed, parsed.model
+
+
+def _model_of(body: bytes) -> str:
     """Return the `model` of a body; empty if it is no JSON or names none: the engine will say."""
     try:
         return _NAMED.decode(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _MALFORMED:
         return ""
 
 
