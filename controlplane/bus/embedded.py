@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -66,6 +66,7 @@ class EmbeddedNats:
         config: a configuration file, which then decides about JetStream and its `store_dir`. The
             server runs in its folder, which is where paths in it lead from.
         args: further command-line arguments of nats-server.
+        env: variables for the configuration, beside our own environment.
         ready_s_max: longest wait for it to listen.
     """
 
@@ -76,6 +77,7 @@ class EmbeddedNats:
         port: int = 0,
         config: Path | None = None,
         args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
         ready_s_max: float = 10.0,
     ) -> None:
         self.port = port
@@ -83,6 +85,7 @@ class EmbeddedNats:
         self._store_dir = store_dir or self._temporary / "jetstream"
         self._config = config
         self._args = tuple(args)
+        self._env = {**os.environ, **(env or {})}
         self._ready_s_max = ready_s_max
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -116,6 +119,7 @@ class EmbeddedNats:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=self._env,
                 cwd=self._config.parent if self._config is not None else None,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,

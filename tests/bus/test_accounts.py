@@ -1,7 +1,6 @@
 """Least permissions: what the generator prints, and what a real server makes of it, over TLS."""
 
 import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.protocol import Bus, Entry
 from controlplane.bus.setup import describe, ensure
 from schemas import subjects
+from tests.bus.certificates import make_certificates
 from tests.bus.worlds import ON_DISK, answers, collect, eventually, fast
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -85,24 +85,6 @@ def test_the_command_prints_users_and_passwords(
 
 
 # --- the real server
-
-
-CERTIFICATES = """
-set -e
-new_key='-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes'
-openssl req -x509 $new_key -keyout ca.key -out ca.pem -days 2 -subj '/CN=test CA' \\
-    -addext basicConstraints=critical,CA:TRUE
-openssl req $new_key -keyout server.key -out server.csr -subj /CN=localhost
-echo subjectAltName=IP:127.0.0.1,DNS:localhost > names
-openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 \\
-    -extfile names -out server.pem
-"""
-
-
-def make_certificates(folder: Path) -> None:
-    """Write a CA and a certificate of this host."""
-    folder.mkdir()
-    subprocess.run(["sh", "-c", CERTIFICATES], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture
