@@ -16,6 +16,7 @@ import msgspec
 
 from controlplane.core.hashing import Extras, pack_tokens
 from lab.server_model import Answer, ModelError, ServedModel
+from schemas.openai import ChatRequest
 
 T = TypeVar("T")
 
@@ -63,11 +64,13 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    reasoning_effort: str | None = None
     add_special_tokens: bool = False
 
 
@@ -88,6 +91,7 @@ class TokenizeBody(msgspec.Struct, frozen=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -170,8 +174,6 @@ class Api:
         """Read a chat request. Raises ApiError."""
         chat = decode(body, ChatBody)
         self.check_model(chat.model)
-        if chat.continue_final_message:
-            raise ApiError(400, "continue_final_message is not emulated")
         if not chat.messages:
             raise ApiError(400, "messages must not be empty", param="messages")
         text = self._render(chat)
@@ -251,15 +253,9 @@ class Api:
             raise ApiError(404, f"The model `{name}` does not exist.", "NotFoundError", "model")
 
     def _render(self, asked: ChatBody | TokenizeBody) -> str:
+        shared = (name for name in ChatRequest.__struct_fields__ if hasattr(asked, name))
         try:
-            return self.model.render(
-                asked.messages or [],
-                asked.tools,
-                template=asked.chat_template,
-                documents=asked.documents if isinstance(asked, ChatBody) else None,
-                add_generation_prompt=asked.add_generation_prompt,
-                **(asked.chat_template_kwargs or {}),
-            )
+            return self.model.render(ChatRequest(**{name: getattr(asked, name) for name in shared}))
         except ModelError as error:
             raise ApiError(400, str(error)) from error
 

@@ -1,27 +1,28 @@
 """The model an emulated engine serves: its tokenizer, its chat template, and what it answers.
 
-The tokenizer and the template come from a model folder, as a real engine's would. There are no
-weights: an answer is a run of words from the vocabulary, a function of the prompt alone, so that
-the same prompt gets the same answer on every instance and after every restart. Only words that
-tokenize to exactly one token, also beside others, are used: an answer that comes back in the next
-turn's prompt makes the very tokens, and so the very blocks, that the engine generated.
+The tokenizer and the template come from a model folder, as a real engine's would. Chats are
+rendered by the router's own code, which is checked against real vLLM: the lab adds no check of it.
+
+There are no weights: an answer is a run of words from the vocabulary, a function of the prompt
+alone, so that the same prompt gets the same answer on every instance and after every restart. Only
+words that tokenize to exactly one token, also beside others, are used: an answer that comes back in
+the next turn's prompt makes the very tokens, and so the very blocks, that the engine generated.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import msgspec
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from lab.engine_types import FinishReason, digest
+from router.chat_template import ChatTemplate, TemplateSyntaxError
+from router.prompt import Inexact
+from schemas.openai import ChatRequest
 
 _POOL_TOKENS = 8192  # answers are runs of this cycle of words
 _WORDS_MIN = 16
@@ -62,8 +63,9 @@ class ServedModel:
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
             config = _read_json(folder / "config.json")
-            self._settings = _read_json(folder / "tokenizer_config.json")
-            self._template = _compile(_template_source(folder, self._settings))
+            settings = _read_json(folder / "tokenizer_config.json")
+            self._special_tokens = _special_tokens(settings)
+            self._template = self._compile(_template_source(folder, settings))
         except Exception as error:  # the tokenizer's library raises bare Exception
             raise ModelError(f"{folder} is no usable model folder: {error}") from error
         self.max_model_len = int(config["max_position_embeddings"])
@@ -93,25 +95,20 @@ class ServedModel:
         """Token ids are below this."""
         return int(self._tokenizer.get_vocab_size())
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        template: str | None = None,
-        **variables: Any,
-    ) -> str:
+    def render(self, chat: ChatRequest) -> str:
         """Return a chat as the prompt that the chat template makes of it.
 
         Raises:
-            ModelError: the template refuses these messages.
+            ModelError: vLLM or the template would refuse it, or it is not emulated.
         """
-        tokens = {name: self._settings.get(name) for name in ("bos_token", "eos_token")}
-        chosen = _compile(template) if template is not None else self._template
-        try:
-            return chosen.render(messages=messages, tools=tools, **{**tokens, **variables})
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ModelError(f"the chat template refuses these messages: {error}") from error
+        template = self._template
+        if chat.chat_template is not None:
+            template = self._compile(chat.chat_template)
+            chat = msgspec.structs.replace(chat, chat_template=None)
+        text = template.render(chat)
+        if isinstance(text, Inexact):
+            raise ModelError(f"the chat cannot be rendered: {text.reason} {text.detail}".strip())
+        return text
 
     def answer(
         self,
@@ -144,6 +141,12 @@ class ServedModel:
             texts.append("")
         answer = Answer(ids, texts, "stop" if ends else "length")
         return _cut_at_stop(answer, stop) if stop else answer
+
+    def _compile(self, source: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(source, self._special_tokens)
+        except TemplateSyntaxError as error:
+            raise ModelError(str(error)) from error
 
 
 def _cut_at_stop(answer: Answer, stop: list[str]) -> Answer:
@@ -212,24 +215,11 @@ def _template_source(folder: Path, settings: dict[str, Any]) -> str:
     return source
 
 
-def _compile(source: str) -> jinja2.Template:
-    """Compile a chat template in the environment that Hugging Face's templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ModelError(f"the chat template does not compile: {error}") from error
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Spell JSON as Hugging Face's templates do: no HTML escapes, no ASCII escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Return name → text of the tokens that a template may name."""
+    found = {}
+    for name, token in settings.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found

@@ -10,6 +10,7 @@ import pytest
 from controlplane.core.hashing import pack_tokens
 from lab.server_model import ModelError, ServedModel
 from lab.tiny_model import tiny_model_dir
+from schemas.openai import ChatRequest
 
 MODEL = ServedModel(tiny_model_dir())
 PROMPT = pack_tokens([5, 6, 7])
@@ -72,21 +73,34 @@ def test_stop_string_may_span_tokens(take: tuple[int, int]) -> None:
     )
 
 
-def test_templates_see_what_hugging_face_gives_them() -> None:
-    """Loop controls, `tojson` without escapes, tokens and variables are there."""
-    template = (
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-        "{{ m | tojson }}{% endfor %}{{ eos_token }}{{ extra }}{{ strftime_now('%Y')[:2] }}"
-    )
-    messages = [{"content": "<é>"}, {"content": "no"}]
-    text = MODEL.render(messages, template=template, extra="!")
-    assert text == '{"content": "<é>"}<|im_end|>!20'
+def chat(*texts: str, **fields: Any) -> ChatRequest:
+    """A chat of user messages."""
+    return ChatRequest([{"role": "user", "content": text} for text in texts], **fields)
 
 
-def test_template_that_refuses_is_a_model_error() -> None:
-    """raise_exception in a template reaches the caller with its words."""
-    with pytest.raises(ModelError, match="roles must alternate"):
-        MODEL.render([], template="{{ raise_exception('roles must alternate') }}")
+def test_chats_are_rendered_as_the_template_says() -> None:
+    """Turns, generation prompt and special tokens are where the template puts them."""
+    assert MODEL.render(chat("hi")) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert MODEL.render(chat("a", "b", add_generation_prompt=False)).count("<|im_start|>") == 2
+
+
+def test_requests_may_bring_their_template() -> None:
+    """A request's own template sees messages, special tokens and its own variables."""
+    own = chat("x", chat_template="{{ eos_token }}{{ extra }}", chat_template_kwargs={"extra": "!"})
+    assert MODEL.render(own) == "<|im_end|>!"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no') }}", "cannot be rendered: template_error"),
+        ("{% if %}", "does not compile"),
+    ],
+)
+def test_template_that_fails_is_a_model_error(template: str, says: str) -> None:
+    """A template that refuses a chat, or is none, is named as the reason."""
+    with pytest.raises(ModelError, match=says):
+        MODEL.render(chat("x", chat_template=template))
 
 
 def test_chat_template_may_be_in_the_tokenizers_settings(tmp_path: Path) -> None:
@@ -94,7 +108,7 @@ def test_chat_template_may_be_in_the_tokenizers_settings(tmp_path: Path) -> None
     folder = copied(tmp_path)
     (folder / "chat_template.jinja").unlink()
     rewrite(folder / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
-    assert ServedModel(folder).render([{"content": "x"}]) == "x"
+    assert ServedModel(folder).render(chat("x")) == "x"
 
 
 def test_model_without_stop_token_never_ends(tmp_path: Path) -> None:
