@@ -1,0 +1,294 @@
+"""The sidecar as a whole, beside an emulated engine, on both buses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from controlplane.bus.embedded import EmbeddedNats
+from controlplane.http_client import HttpClient
+from lab.engine_types import block_hash_of
+from lab.server import EmulatedServer
+from lab.server_options import ServerOptions
+from lab.tiny_model import tiny_model_dir
+from schemas import subjects
+from schemas.bus import decode_card
+from sidecar.relay import RelayConfig
+from tests.bus.worlds import MemoryWorld, NatsWorld, World
+from tests.lab.server_helpers import Client, serving
+from tests.models.naive_relay import snapshot_sets
+from tests.sidecar.service_helpers import Router, eventually, sidecar_of, snapshot_of
+
+
+@pytest.fixture(params=["memory", pytest.param("nats", marks=pytest.mark.live)])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """A bus of the test's own, which it may cut and heal."""
+    if request.param == "memory":
+        world: World = MemoryWorld()
+    else:
+        world = NatsWorld(await EmbeddedNats().start(), shared=False)
+    yield world
+    await world.close()
+
+
+async def complete(client: Client, prompt: list[int], tokens: int = 20) -> None:
+    """Have the engine compute something."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    await client.ok("/v1/completions", body)
+
+
+async def complete_at(url: str, prompt: list[int]) -> None:
+    """Have the engine at a URL compute something."""
+    async with HttpClient() as http:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True}
+        await http.post(f"{url}/v1/completions", body)
+
+
+def truth(server: EmulatedServer) -> set[int]:
+    """The blocks that the engine holds, in our names."""
+    return {block_hash_of(name) for name in server.engine.pool.cached}
+
+
+async def test_an_engine_is_registered_and_its_blocks_are_followed(world: World) -> None:
+    """Record, card, block stream, snapshot and load agree with the engine, also under eviction."""
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    engine = serving(num_blocks=129, max_model_len=2000, names=["tiny", "alias"], loras=["adapter"])
+    async with engine as client, sidecar_of(client.url, bus) as service:
+        await eventually(lambda: router.state("i-1") == "ready" and router.records["i-1"].card)
+        record = router.records["i-1"]
+        assert (record.model, record.aliases, record.loras) == ("tiny", ["alias"], ["adapter"])
+        assert (record.url, record.dp_rank, record.kv_events) == (client.url, None, True)
+        assert (record.block_size, record.num_blocks, record.max_model_len) == (16, 129, 2000)
+        stored = await (await other.objects(subjects.MODELS)).get(record.card)
+        assert stored is not None
+        card = decode_card(stored)
+        assert (card.model, card.block_size, card.max_model_len) == ("tiny", 16, 2000)
+        assert card.chat_template
+
+        for start in range(0, 2000, 100):  # over and over what the cache holds
+            await complete(client, list(range(start, start + 300)))
+        held = truth(client.server)
+        assert len(held) > 50
+        await eventually(lambda: router.blocks("i-1") == held)
+        chunks = await snapshot_of(other, "tiny", "i-1")
+        assert snapshot_sets(chunks) == {0: held}
+        assert chunks[0].epoch == record.epoch
+        feed = service.instances[0].feed
+        assert feed is not None
+        assert feed.mirror.complete
+        feed.mirror.validate()
+        feed.relay.validate()
+
+        await eventually(lambda: router.loads["i-1"] and router.loads["i-1"][-1].kv_usage == 0.0)
+    assert router.history[0] == ("i-1", "ready")
+    await eventually(lambda: router.history[-1] == ("i-1", "deleted"))
+    assert [state for _, state in router.history[-3:]] == ["draining", "stopped", "deleted"]
+
+
+async def test_load_is_reported_while_requests_run(world: World) -> None:
+    """Running requests show at once, with rates, and are gone when they end."""
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving(speed=2.0) as client, sidecar_of(client.url, bus):
+        await eventually(lambda: router.state("i-1") == "ready")
+        running = [asyncio.create_task(complete(client, [n] * 40, tokens=100)) for n in (1, 2, 3)]
+        await eventually(lambda: any(load.server_load == 3 for load in router.loads["i-1"]))
+        await eventually(lambda: any(load.running == 3 for load in router.loads["i-1"]))
+        await asyncio.gather(*running)
+        await eventually(lambda: router.loads["i-1"][-1].server_load == 0)
+        await eventually(lambda: router.loads["i-1"][-1].running == 0)
+        assert any((load.decode_tokens_per_s or 0.0) > 10 for load in router.loads["i-1"])
+        seqs = [load.seq for load in router.loads["i-1"]]
+        assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+
+
+async def test_lost_events_are_replayed(world: World) -> None:
+    """Events that the network lost come from the engine's buffer, also if nothing follows them."""
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving() as client, sidecar_of(client.url, bus, probe_s=0.1) as service:
+        await eventually(lambda: router.state("i-1") == "ready")
+        publisher = client.server.publisher
+        assert publisher is not None
+        publisher.drop_next(3)
+        for start in range(5):
+            await complete(client, list(range(start * 50, start * 50 + 200)))
+        await eventually(lambda: router.blocks("i-1") == truth(client.server))
+        feed = service.instances[0].feed
+        assert feed is not None
+        publisher.drop_next(1000)
+        await complete(client, list(range(3000, 3200)), tokens=1)
+        await eventually(lambda: router.blocks("i-1") == truth(client.server))
+        assert feed.counts["missed_live"] > 0
+        assert (feed.stream.losses, feed.stream.restarts) == (0, 0)
+
+
+async def test_a_sidecar_that_starts_late_replays_what_was_before(world: World) -> None:
+    """Blocks stored before the sidecar's start are known, if the engine still remembers."""
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving() as client:
+        for start in range(5):
+            await complete(client, list(range(start * 50, start * 50 + 200)))
+        async with sidecar_of(client.url, bus) as service:
+            await eventually(lambda: router.state("i-1") == "ready")
+            await eventually(lambda: router.blocks("i-1") == truth(client.server))
+            assert service.instances[0].feed.mirror.complete  # type: ignore[union-attr]
+
+
+async def test_a_sidecar_that_starts_too_late_says_so(world: World) -> None:
+    """With the engine's buffer wrapped the set is a part of the truth until the cache is reset."""
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving(kv_buffer_steps=2) as client:
+        for start in range(5):
+            await complete(client, list(range(start * 50, start * 50 + 200)))
+        async with sidecar_of(client.url, bus) as service:
+            await eventually(lambda: router.state("i-1") == "ready")
+            feed = service.instances[0].feed
+            assert feed is not None
+            assert not feed.mirror.complete
+            assert router.blocks("i-1") < truth(client.server)
+            assert client.server.engine.reset_prefix_cache()
+            await complete(client, list(range(200)))
+            await eventually(lambda: router.blocks("i-1") == truth(client.server))
+            assert feed.mirror.complete
+
+
+async def test_the_bus_may_be_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """While the bus is lost the mirror goes on; afterwards record and snapshot are right again."""
+    caplog.set_level(logging.CRITICAL)
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving() as client, sidecar_of(client.url, bus):
+        await eventually(lambda: router.state("i-1") == "ready")
+        await complete(client, list(range(200)))
+        before = router.records["i-1"].seq
+        await world.cut()
+        await complete(client, list(range(500, 900)))
+        await world.heal()
+        await eventually(lambda: router.records["i-1"].seq > before, within_s=10.0)
+        assert snapshot_sets(await snapshot_of(other, "tiny", "i-1")) == {0: truth(client.server)}
+
+
+def options(**more: object) -> ServerOptions:
+    """Options of an engine that can come back to the same addresses."""
+    fields = {"num_blocks": 257, "max_model_len": 4096, "speed": 100.0, **more}
+    return ServerOptions(tiny_model_dir(), ["tiny"], **fields)  # type: ignore[arg-type]
+
+
+async def test_an_engine_that_restarts_begins_a_new_epoch(world: World) -> None:
+    """A lost engine's record is stopped; the next process of it begins with nothing cached."""
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    first = EmulatedServer(options())
+    ready = await first.start()
+    assert ready.kv_endpoint is not None
+    assert ready.kv_replay_endpoint is not None
+    again = options(
+        port=ready.port,
+        kv_port=int(ready.kv_endpoint.rpartition(":")[2]),
+        kv_replay_port=int(ready.kv_replay_endpoint.rpartition(":")[2]),
+    )
+    async with sidecar_of(ready.url, bus, http_timeout_s=0.3) as service:
+        await eventually(lambda: router.state("i-1") == "ready")
+        feed = service.instances[0].feed
+        assert feed is not None
+        await complete_at(ready.url, list(range(300)))
+        await eventually(lambda: router.blocks("i-1") == truth(first) != set())
+        epoch = feed.epoch
+        await first.stop()
+        await eventually(lambda: router.state("i-1") == "stopped")
+
+        second = EmulatedServer(again)
+        await second.start()
+        await eventually(lambda: router.state("i-1") == "ready")
+        await eventually(lambda: router.records["i-1"].epoch > epoch)
+        await eventually(lambda: router.blocks("i-1") == set())
+        await complete_at(ready.url, list(range(200)))
+        await eventually(lambda: router.blocks("i-1") == truth(second) != set())
+        assert service.counts["engine_losses"] == 1
+        await second.stop()
+
+
+async def test_an_engine_without_events_is_registered_all_the_same(world: World) -> None:
+    """Routers get an instance whose cache is invisible, and its load."""
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving(kv_port=None) as client, sidecar_of(client.url, bus):
+        await eventually(lambda: router.state("i-1") == "ready")
+        assert not router.records["i-1"].kv_events
+        assert router.records["i-1"].block_size == 0
+        await eventually(lambda: router.loads["i-1"])
+    assert router.batches == {}
+
+
+async def test_draining_waits_for_running_requests() -> None:
+    """A sidecar that is stopped takes its instance out first, and goes when nothing runs."""
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving(speed=1.0) as client:
+        async with sidecar_of(client.url, bus):
+            await eventually(lambda: router.state("i-1") == "ready")
+            running = asyncio.create_task(complete(client, [1] * 40, tokens=60))
+            await eventually(lambda: any(load.running for load in router.loads["i-1"]))
+        assert running.done()
+        assert ("i-1", "draining") in router.history
+        await running
+    await world.close()
+
+
+async def test_draining_is_bounded() -> None:
+    """After the limit the sidecar goes, whatever still runs."""
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving(speed=0.05) as client:
+        async with sidecar_of(client.url, bus, drain_s_max=0.1):
+            await eventually(lambda: router.state("i-1") == "ready")
+            running = asyncio.create_task(complete(client, [1] * 40, tokens=2000))
+            await eventually(lambda: any(load.server_load for load in router.loads["i-1"]))
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await world.close()
+
+
+async def test_an_idle_instance_sends_heartbeats() -> None:
+    """Batches without operations and unchanged records show that the sidecar lives."""
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    quick = RelayConfig(heartbeat_s=0.02)
+    async with serving() as client, sidecar_of(client.url, bus, relay=quick, heartbeat_s=0.02):
+        await eventually(lambda: len(router.batches["i-1"]) > 5)
+        await eventually(lambda: router.records["i-1"].seq > 5)
+        assert router.blocks("i-1") == set()
+    await world.close()
+
+
+async def test_an_engine_that_is_not_there_yet_is_waited_for() -> None:
+    """Nothing is registered before the engine answers, and a stop does not wait for it."""
+    world = MemoryWorld()
+    bus = await world.bus()
+    async with sidecar_of("http://127.0.0.1:9", bus) as service:
+        await eventually(lambda: service.counts["engine_errors"] > 2)
+        assert service.state == "starting"
+    assert await (await bus.bucket(subjects.INSTANCES)).keys() == []
+    await world.close()
