@@ -6,7 +6,6 @@ import pytest
 from bench import memory
 from bench.caches import FleetCaches, Shape
 from bench.memory import Result, missed, table
-from controlplane.core.index import PrefixIndex
 
 SMALL = Shape(5, 8_000, prompt_tokens=(1_024, 8_192))
 
@@ -16,11 +15,7 @@ def test_batches_survive_the_file():
     caches, file = FleetCaches(SMALL), io.BytesIO()
     memory.write_batches(caches, file)
     file.seek(0)
-    index = PrefixIndex()
-    for _ in range(SMALL.instances):
-        slot = index.acquire_slot()
-        assert slot is not None
-        index.publish_slot(slot)
+    index = memory.empty_index(SMALL.instances)
     blocks, spent_s = memory.fill(index, file)
     assert blocks == sum(len(stored.hashes) for stored in caches.stores)
     assert len(index) == caches.distinct
@@ -43,7 +38,7 @@ def test_one_fleet_is_measured(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_bars_are_judged():
-    """Each bar is reported in words when it is missed; memory is judged at 256 instances."""
+    """Each bar is judged where it applies, and reported in words when it is missed."""
     good = Result("256", 256, 1, 1, 160.0, 90.0, 1.6e6, 0.2, 4.9)
     bad = Result("256", 256, 1, 1, 161.0, 90.0, 1.4e6, 0.4, 5.5)
     assert missed(good) == []
@@ -54,3 +49,4 @@ def test_bars_are_judged():
         "step of 5.5 ms > 5.0",
     ]
     assert missed(msgspec.structs.replace(good, instances=16, bytes_a_block=500.0)) == []
+    assert missed(msgspec.structs.replace(good, holdings=3, intake_blocks_per_s=1e6)) == []
