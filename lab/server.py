@@ -112,6 +112,15 @@ class EmulatedServer:
             kv_replay_endpoint=publisher.replay_endpoint if publisher else None,
         )
 
+    async def run_until(self, stopping: asyncio.Event) -> None:
+        """Wait until told to stop; what ends the engine's loop before that is raised."""
+        assert self._loop_task is not None
+        told = asyncio.create_task(stopping.wait())
+        await asyncio.wait({told, self._loop_task}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if self._loop_task.done():
+            self._loop_task.result()
+
     async def stop(self) -> None:
         """Close every socket; requests under way are cut off."""
         if self._runner is not None:
@@ -390,8 +399,10 @@ async def serve(options: ServerOptions) -> None:
     gc.freeze()  # what start-up built lives as long as the process
     sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
     sys.stdout.flush()
-    await stopping.wait()
-    await server.stop()
+    try:
+        await server.run_until(stopping)
+    finally:
+        await server.stop()
 
 
 def main(arguments: list[str]) -> int:

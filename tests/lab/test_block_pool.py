@@ -18,9 +18,9 @@ class PoolAgainstTwin(RuleBasedStateMachine):
         self.twin = NaiveBlockPool(NUM_BLOCKS)
         self.requests: list[tuple[list[int], int]] = []  # its blocks, how many of them are full
 
-    @rule(hashes=st.lists(st.integers(0, 5), max_size=4), wanted=st.integers(0, 4))
+    @rule(hashes=st.lists(st.integers(0, 5), max_size=4, unique=True), wanted=st.integers(0, 4))
     def admit(self, hashes: list[int], wanted: int) -> None:
-        """A request takes over what is cached of its hashes, and fresh blocks."""
+        """A request takes over what is cached of its hashes (a chain: none twice), and more."""
         hits = self.pool.find(hashes)
         assert hits == self.twin.find(hashes)
         if wanted + self.pool.count_free(hits) > self.pool.free_count:

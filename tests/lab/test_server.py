@@ -109,6 +109,31 @@ async def test_stop_string_ends_the_answer(client: Client) -> None:
     assert choice["message"]["content"] == text[: text.find(stop)]
 
 
+async def test_one_prompt_in_a_list_is_one_prompt(client: Client) -> None:
+    """A list that holds one text, or one list of tokens, is taken as that prompt."""
+    texts = [
+        (await client.ok(COMPLETION, {"prompt": prompt, "max_tokens": 3}))["choices"][0]["text"]
+        for prompt in (PROMPT, [PROMPT])
+    ]
+    assert texts[0] == texts[1]
+
+
+async def test_streamed_completion_shows_token_ids_on_request(client: Client) -> None:
+    """The first chunk has the prompt's tokens, and each chunk its own."""
+    body = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": True}
+    chunks = [chunk["choices"][0] for chunk in await client.stream(COMPLETION, body)]
+    assert chunks[0]["prompt_token_ids"] == PROMPT
+    assert sum(len(chunk["token_ids"]) for chunk in chunks) == 4
+
+
+async def test_chat_stream_counts_usage_from_the_opening(client: Client) -> None:
+    """With continuous usage a chat's opening chunk counts no token yet."""
+    body = {**HELLO, "max_tokens": 3, "stream_options": {"continuous_usage_stats": True}}
+    chunks = await client.stream(CHAT, body)
+    assert chunks[0]["usage"]["completion_tokens"] == 0
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+
+
 async def test_request_id_becomes_the_answers_id(client: Client) -> None:
     """X-Request-Id names the answer, and two requests may carry the same."""
     body = {"prompt": PROMPT, "max_tokens": 20}
@@ -279,6 +304,22 @@ async def test_tokenize_and_detokenize_are_inverse(client: Client) -> None:
     assert text == "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
 
 
+async def test_embeddings_of_one_text_or_token_list(client: Client) -> None:
+    """A text, or its tokens, is one input."""
+    tokens = (await client.ok("/tokenize", {"prompt": "hello"}))["tokens"]
+    text, ids = [
+        (await client.ok("/v1/embeddings", {"input": each}))["data"] for each in ("hello", tokens)
+    ]
+    assert len(text) == 1
+    assert text == ids
+
+
+async def test_many_texts_are_scored_in_pairs(client: Client) -> None:
+    """As many first texts as second ones make that many scores."""
+    scored = await client.ok("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b"]})
+    assert [round(each["score"], 3) for each in scored["data"]] == [1.0, 1.0]
+
+
 async def test_pooling_routes_answer_the_same_each_time(client: Client) -> None:
     """Embeddings, rerank and score are functions of their input."""
     for _ in range(2):
@@ -361,3 +402,19 @@ async def test_hang_and_stall_and_mercy(client: Client) -> None:
     await client.ok("/debug/fault", {"kind": "error", "count": 9})
     await client.ok("/debug/fault", {"kind": "none"})
     assert (await client.post(COMPLETION, body))[0] == 200
+
+
+async def test_engine_that_breaks_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the engine's loop is raised to whoever runs the server; nothing hangs on."""
+    async with serving() as client:
+
+        def broken(_: float = 0.0) -> None:
+            raise AssertionError("a bug")
+
+        monkeypatch.setattr(client.server.engine, "step", broken)
+        running = asyncio.create_task(client.server.run_until(asyncio.Event()))
+        request = asyncio.create_task(client.post(COMPLETION, {"prompt": PROMPT}))
+        with pytest.raises(AssertionError, match="a bug"):
+            await asyncio.wait_for(running, 5.0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from controlplane.core.hashing import pack_tokens
+from lab import server_model
 from lab.server_model import ModelError, ServedModel
 from lab.tiny_model import tiny_model_dir
 from schemas.openai import ChatRequest
@@ -126,3 +127,10 @@ def test_incomplete_folder_is_refused(tmp_path: Path, missing: str) -> None:
     (folder / missing).unlink()
     with pytest.raises(ModelError, match="is no usable model folder"):
         ServedModel(folder)
+
+
+def test_vocabulary_without_words_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers need some whole words; a vocabulary with fewer says so."""
+    monkeypatch.setattr(server_model, "_WORDS_MIN", 1 << 20)
+    with pytest.raises(ModelError, match="the vocabulary has only"):
+        ServedModel(tiny_model_dir())
