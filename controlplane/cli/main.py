@@ -7,6 +7,7 @@ import typer
 from controlplane.cli import bus_command, errors, operator_commands
 from controlplane.cli.doctor_command import doctor
 from controlplane.cli.router_command import router
+from controlplane.cli.sidecar_command import USAGE, sidecar
 from controlplane.cli.up_command import up
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ def root(
 
 app.command()(up)
 app.command()(router)
+app.command(context_settings=USAGE)(sidecar)
 app.command()(doctor)
 app.command()(operator_commands.instances)
 app.command()(operator_commands.drain)

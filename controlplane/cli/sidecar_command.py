@@ -1,0 +1,172 @@
+"""`multiplane sidecar`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from controlplane.cli.errors import UsageError
+from controlplane.cli.options import (
+    DEFAULT_NATS,
+    LogLevel,
+    NatsCa,
+    NatsPasswordFile,
+    NatsUrl,
+    NatsUser,
+    nats_options,
+    set_up_logs,
+)
+
+ENGINE = "The engine"
+EVENTS = "Its KV events, where it cannot be asked"
+PROCESS = "How it runs"
+
+USAGE = {"allow_extra_args": True, "ignore_unknown_options": False}
+
+
+def sidecar(
+    context: typer.Context,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="URL of the engine's API server; made from its --host and --port with `--`.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "",
+    nats: NatsUrl = DEFAULT_NATS,
+    nats_user: NatsUser = None,
+    nats_password_file: NatsPasswordFile = None,
+    nats_ca: NatsCa = None,
+    instance_id: Annotated[
+        str,
+        typer.Option(
+            help="Name on the bus, unique in the fleet; host and port by default.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "",
+    advertise_url: Annotated[
+        str,
+        typer.Option(
+            help="URL under which routers reach the engine, where it is another.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "",
+    model_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with tokenizer.json and the chat template; asked from the engine, or "
+            "looked up in the Hugging Face cache, by default.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="As the engine's own --chat-template.", rich_help_panel=ENGINE),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File that holds the engine's --api-key.", rich_help_panel=ENGINE),
+    ] = None,
+    kv_endpoint: Annotated[
+        str, typer.Option(help="E.g. tcp://127.0.0.1:5557.", rich_help_panel=EVENTS)
+    ] = "",
+    kv_replay_endpoint: Annotated[
+        str, typer.Option(help="E.g. tcp://127.0.0.1:5558.", rich_help_panel=EVENTS)
+    ] = "",
+    kv_topic: Annotated[
+        str | None, typer.Option(help="Only this topic.", rich_help_panel=EVENTS)
+    ] = None,
+    kv_bind: Annotated[
+        bool,
+        typer.Option(
+            "--kv-bind",
+            help="Listen at --kv-endpoint, for engines that connect.",
+            rich_help_panel=EVENTS,
+        ),
+    ] = False,
+    drain_s: Annotated[
+        float,
+        typer.Option(min=0.0, help="Time for running requests at a stop.", rich_help_panel=PROCESS),
+    ] = 60.0,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address for the sidecar's metrics.", rich_help_panel=PROCESS)
+    ] = "127.0.0.1",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Port for them; none by default.", rich_help_panel=PROCESS),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Publish one engine's cached blocks and load.
+
+    Beside a running engine: `multiplane sidecar --engine http://127.0.0.1:8100`.
+
+    Or start it: `multiplane sidecar -- vllm serve MODEL --port 8100`. The flags that it needs are
+    added, signals are passed on, and running requests finish before it is stopped.
+    """
+    set_up_logs(log_level)
+    settings: dict[str, Any] = {
+        "bus_url": nats,
+        "bus_options": nats_options(nats_user, nats_password_file, nats_ca),
+        "instance_id": instance_id,
+        "advertise_url": advertise_url.rstrip("/"),
+        "model_path": "" if model_path is None else str(model_path),
+        "chat_template": "" if chat_template is None else str(chat_template),
+        "api_key": _secret(api_key_file),
+        "kv_endpoint": kv_endpoint,
+        "kv_replay_endpoint": kv_replay_endpoint,
+        "kv_topic": kv_topic,
+        "kv_bind": kv_bind,
+        "drain_s_max": drain_s,
+        "metrics_host": metrics_host,
+        "metrics_port": metrics_port,
+    }
+    command = list(context.args)
+    if not engine and not command:
+        raise UsageError("give --engine URL of a running engine, or `-- vllm serve MODEL …`")
+    raise typer.Exit(_run(engine.rstrip("/"), command, settings))
+
+
+def _secret(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"--api-key-file {path}: {error.strerror}") from error
+
+
+def _run(engine: str, command: list[str], settings: dict[str, Any]) -> int:
+    from sidecar.config import SidecarConfig
+    from sidecar.exporter import Exporter
+    from sidecar.launcher import LaunchError
+    from sidecar.main import run_sidecar
+    from sidecar.service import SidecarService
+
+    def started(service: SidecarService, exporter: Exporter | None) -> None:
+        _said(
+            {
+                "sidecar": service.config.instance_id,
+                "engine": service.config.engine_url,
+                "metrics_port": None if exporter is None else exporter.port,
+            }
+        )
+
+    try:
+        config = SidecarConfig(engine_url=engine or "http://127.0.0.1:8000", **settings)
+    except ValueError as error:
+        raise UsageError(f"--engine or its companions: {error}") from error
+    try:
+        return run_sidecar(config, command, started)
+    except LaunchError as error:
+        raise UsageError(f"the command after `--`: {error}") from error
+
+
+def _said(ready: dict[str, Any]) -> None:
+    """Print where the sidecar stands, as one line of JSON."""
+    sys.stdout.write(json.dumps(ready) + "\n")
+    sys.stdout.flush()
