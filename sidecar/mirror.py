@@ -423,6 +423,16 @@ class Mirror:
         blocks = {block for each in self._memories.holdings.values() for block in each.counts}
         return {block for block in blocks if self._memories.tier_of(block) <= tier}
 
+    def hash_of(self, name: EngineBlockHash) -> BlockHash | None:
+        """Return our hash of a block that the engine names, None if it is not known."""
+        known = self._find(name)
+        return known[0] if known is not None else None
+
+    @property
+    def copies(self) -> int:
+        """Copies of blocks, doubtful ones included, in all memories."""
+        return sum(holding.copies for holding in self._memories.holdings.values())
+
     @property
     def doubtful(self) -> int:
         """Blocks with copies that may not exist."""
