@@ -186,8 +186,7 @@ class PromptReader:
             return self._from_ids(prompt, extras, request.cache_salt)
         if self._tokenizer is None:
             return Inexact(Reason.NO_TOKENIZER)
-        surround = request.add_special_tokens and self._card.adds_special_tokens
-        return self._text_steps(prompt, surround, extras, request.cache_salt)
+        return self._text_steps(prompt, request.add_special_tokens, extras, request.cache_salt)
 
     def _text_steps(
         self, text: str, surround: bool, extras: Extras, salt: str | None
@@ -198,6 +197,7 @@ class PromptReader:
             return Inexact(Reason.TOO_LONG)
         if salt == "":
             return Inexact(Reason.INVALID, "cache_salt is empty")
+        surround = surround and self._card.adds_special_tokens
         opening, closing = (tokenizer.opening, tokenizer.closing) if surround else (b"", b"")
         return self._steps(self._cutter.cut(text), opening, closing, _salted(extras, salt))
 
