@@ -168,8 +168,7 @@ class EmulatedServer:
         except ApiError as error:
             return _bytes(error_body(error), status=error.status)
         except web.HTTPException as error:
-            refusal = ApiError(error.status, error.reason, error.reason.replace(" ", ""))
-            return _bytes(error_body(refusal), status=error.status)
+            return _json({"detail": error.reason}, status=error.status)
 
     def _authorized(self, request: web.Request) -> bool:
         key = self.options.api_key

@@ -267,7 +267,7 @@ class Api:
             valid = False
         if not valid:
             message = f"token ids must be integers from 0 to {self.model.vocabulary_size - 1}"
-            raise ApiError(400, message, param="prompt")
+            raise ApiError(400, message)
         return ids
 
     def _plan(

@@ -280,7 +280,6 @@ async def test_key_is_asked_for_under_v1_only() -> None:
         ("/detokenize", {"tokens": [-1]}, 400, "from 0 to 4095"),
         ("/v1/embeddings", {"input": [1.5]}, 400, "texts or lists"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, 400, "text_1 must have"),
-        ("/nowhere", {}, 404, "Not Found"),
     ],
 )
 async def test_refusals_say_what_is_wrong(
@@ -291,6 +290,12 @@ async def test_refusals_say_what_is_wrong(
     assert got == status
     assert answer["error"]["code"] == status
     assert says in answer["error"]["message"]
+
+
+async def test_unknown_paths_and_methods_are_refused_as_by_fastapi(client: Client) -> None:
+    """Paths and methods that do not exist get FastAPI's body, as from vLLM."""
+    assert await client.post("/nowhere", {}) == (404, {"detail": "Not Found"})
+    assert await client.post("/version", {}) == (405, {"detail": "Method Not Allowed"})
 
 
 async def test_tokenize_and_detokenize_are_inverse(client: Client) -> None:
