@@ -32,7 +32,9 @@ class RouterConfig(msgspec.Struct, frozen=True):
         events_slice_s: time given to bus messages before requests get their turn.
         tick_s: how often ageing and sweeping run.
         flush_s: how long route events wait for company.
-        snapshot_timeout_s: silence in the middle of a snapshot after which it has failed.
+        snapshot_timeout_s: silence of a sidecar that was asked for a snapshot, or in the middle of
+            one, after which it has failed. It and `IntakeConfig.retry_heard_s` together are how
+            long a set may stay wrong after the last fault: less than 3 s.
         snapshots_at_once: snapshots fetched at the same time.
         stop_grace_s: how long running streams may take to end when the router is stopped.
         access_log: write a line for every request.
@@ -55,7 +57,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
     events_slice_s: float = 0.002
     tick_s: float = 0.1
     flush_s: float = 0.005
-    snapshot_timeout_s: float = 5.0
+    snapshot_timeout_s: float = 2.0
     snapshots_at_once: int = 8
     stop_grace_s: float = 60.0
     access_log: bool = False

@@ -283,23 +283,28 @@ class EventPath:
         await asyncio.sleep(wanted.after_s)
         served = self._directory.get(wanted.model)
         assert served is not None
+        plane = served.plane
         subject = subjects.snapshot(wanted.model, wanted.instance_id)
         request = encode(messages.SnapshotRequest(self._router_id))
         failure = "the answer ended early"
         async with self._snapshots:
+            if not plane.wants(wanted):
+                return
             try:
                 async for payload in self._bus.request(
                     subject, request, timeout_s=self._config.snapshot_timeout_s
                 ):
                     chunk = messages.decode_snapshot_chunk(payload)
-                    self.carry_out(served.plane.handle(chunk, time.monotonic()))
-                    if chunk.index + 1 == chunk.chunks:
+                    if plane.wants(wanted):
+                        self.carry_out(plane.handle(chunk, time.monotonic()))
+                    if not plane.wants(wanted):
                         return
                     await asyncio.sleep(0)
             except (BusError, RemoteError) as error:
                 failure = str(error)
-        failed = SnapshotFailed(wanted.instance_id, failure)
-        self.carry_out(served.plane.handle(failed, time.monotonic()))
+        if plane.wants(wanted):
+            failed = SnapshotFailed(wanted.instance_id, failure)
+            self.carry_out(plane.handle(failed, time.monotonic()))
 
     def told(self) -> None:
         """Note that a plane has route events to tell: they leave within `flush_s`."""

@@ -8,11 +8,13 @@ import msgspec
 class FetchSnapshot(msgspec.Struct, frozen=True):
     """Ask this instance's sidecar for its whole block set, not before `after_s` from now.
 
-    The answer comes back as `SnapshotChunk` events, or as one `SnapshotFailed`.
+    The answer comes back as `SnapshotChunk` events, or as one `SnapshotFailed`, for as long as
+    `Plane.wants` says so; a fetch that is not wanted any more ends, or does not begin.
 
     Attributes:
         attempt: 1 for the first try; the delay already grows with it.
         reason: what was lost, for the log.
+        fetch: which one this is: a number that no other fetch of the plane has.
     """
 
     model: str
@@ -20,6 +22,7 @@ class FetchSnapshot(msgspec.Struct, frozen=True):
     after_s: float
     attempt: int
     reason: str
+    fetch: int = 0
 
 
 class Alarm(msgspec.Struct, frozen=True):

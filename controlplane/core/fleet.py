@@ -34,8 +34,10 @@ class Instance:
         shadow: slots that a snapshot in progress is filling, by tier.
         heard_s: when a heartbeat last came, by any path.
         load: the engine's last report on itself, taken at `load_s`.
+        shadow_of: what its chunks must agree in: epoch, seq, number of chunks.
         resync_attempt: tries since the set was last exact.
-        resync_running: whether a snapshot was asked for and has neither come nor failed.
+        fetch: the snapshot that was asked for and has neither come nor failed; 0 for none.
+        fetch_due_s: when it is asked for.
         drained: an operator's drain is in force.
         blacklisted_until_s: an operator's blacklist is in force until then.
     """
@@ -47,16 +49,18 @@ class Instance:
         "breaker_open",
         "drain_revision",
         "drained",
+        "fetch",
+        "fetch_due_s",
         "follower",
         "heard_s",
         "load",
         "load_s",
         "record",
         "resync_attempt",
-        "resync_running",
         "row",
         "shadow",
         "shadow_chunks",
+        "shadow_of",
         "slots",
         "trust",
     )
@@ -71,10 +75,12 @@ class Instance:
         self.slots: dict[int, int] = {}
         self.shadow: dict[int, int] = {}
         self.shadow_chunks = 0
+        self.shadow_of = (0, 0, 0)
         self.load: LoadReport | None = None
         self.load_s = float("-inf")
         self.resync_attempt = 0
-        self.resync_running = False
+        self.fetch = 0
+        self.fetch_due_s = 0.0
         self.drained = False
         self.drain_revision = -1
         self.breaker_open = False

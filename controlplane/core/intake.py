@@ -7,6 +7,12 @@ sent along: a set that differs in any block is found at once and resynced.
 A snapshot fills *shadow* slots that no decision sees, chunk by chunk, so that none of its steps
 holds up requests; once whole and verified it replaces the old slots in one step. Old slots are
 masked at once and swept later (`PrefixIndex.sweep`).
+
+At most one fetch of an instance is wanted at a time. A new one voids the one before: what that
+still brings is not taken (`Plane.wants`), so that parts of two answers never mix, and an answer
+with a hole leads to one further try, however many parts follow the hole. Tries that fail come ever
+later; but an instance that is heard of is asked within `retry_heard_s`, however long it was silent,
+and while the bus is away nobody is asked: its return resyncs all.
 """
 
 from __future__ import annotations
@@ -22,6 +28,9 @@ from controlplane.core.index import PrefixIndex
 from controlplane.core.stream import Step, Trust
 from schemas.bus import KvBatch, KvCleared, KvStored, SnapshotChunk
 
+HEARD_S = 2.0
+"""An instance of which nothing came for this long, twice its heartbeat, is silent."""
+
 
 class IntakeConfig(msgspec.Struct, frozen=True):
     """How eagerly block sets are resynced.
@@ -30,13 +39,16 @@ class IntakeConfig(msgspec.Struct, frozen=True):
         first_delay_s_max: a first snapshot is asked for after a random part of this, so that many
             routers, or one router with many instances, do not ask at the same moment.
         retry_s: wait before the second try; doubles with each further one.
-        retry_s_max: longest wait between tries.
+        retry_s_max: longest wait between tries while the instance is silent.
+        retry_heard_s: the same while it is heard of. Together with a router's
+            `snapshot_timeout_s` it bounds how long a set stays wrong after the last fault.
         tiers_max: memory tiers an instance may have; blocks of further ones are ignored.
     """
 
     first_delay_s_max: float = 0.1
     retry_s: float = 0.2
     retry_s_max: float = 10.0
+    retry_heard_s: float = 0.5
     tiers_max: int = 3
 
 
@@ -44,6 +56,7 @@ class BlockIntake:
     """Applies what sidecars publish to the index.
 
     Attributes:
+        connected: whether the bus can carry requests.
         counts: how often each thing happened, by name: batches, blocks_stored, blocks_removed,
             resyncs, snapshots, digest_mismatch, slots_full, slot_full, index_full, snapshot_failed,
             snapshot_outdated.
@@ -56,20 +69,38 @@ class BlockIntake:
         self.fleet = fleet
         self.index = index
         self.config = config
+        self.connected = True
         self.counts: Counter[str] = Counter()
         self._rng = rng
+        self._fetches = 0
 
     # --- live batches
 
     def batch(self, instance: Instance, batch: KvBatch, now_s: float) -> list[Effect]:
         """Take one batch of an instance's block stream."""
         self.counts["batches"] += 1
+        step = instance.follower.receive(batch)
+        if batch.epoch < instance.follower.epoch:
+            return []  # the last words of a sidecar that is gone
+        return self._heard(instance, step, now_s)
+
+    def renewed(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Take note of an instance's new record, which names the present epoch."""
+        return self._heard(instance, instance.follower.named(instance.record.epoch), now_s)
+
+    def _heard(self, instance: Instance, step: Step, now_s: float) -> list[Effect]:
+        """Do what follows from a sign of life."""
         instance.heard_s = now_s
-        return self._follow(instance, instance.follower.receive(batch), now_s)
+        effects = self._follow(instance, step, now_s)
+        if instance.fetch and instance.fetch_due_s - now_s > self.config.retry_heard_s:
+            effects += self._ask(instance, "it is heard of again", now_s, anew=True)
+        return effects + self.settle(instance, now_s)
 
     def _follow(self, instance: Instance, step: Step, now_s: float) -> list[Effect]:
         if step.restart:
             self._release(instance)
+            self._end_fetch(instance)
+            instance.resync_attempt = 0
         lost = step.lost
         for batch in step.apply:
             wrong = self._apply(instance, batch)
@@ -78,9 +109,7 @@ class BlockIntake:
                 lost = wrong
                 break
         self.fleet.refresh(instance, now_s)
-        effects: list[Effect] = self._ask(instance, lost) if lost else []
-        effects += self.settle(instance, now_s)
-        return effects
+        return self._ask(instance, lost, now_s) if lost else []
 
     def _apply(self, instance: Instance, batch: KvBatch) -> str:
         """Change the index as a batch says; returns what is wrong, empty if nothing is."""
@@ -137,46 +166,69 @@ class BlockIntake:
 
     # --- snapshots
 
-    def _ask(self, instance: Instance, reason: str) -> list[Effect]:
-        """Ask for a snapshot, unless one is on its way."""
-        if instance.resync_running:
+    def _ask(
+        self, instance: Instance, reason: str, now_s: float, *, anew: bool = False
+    ) -> list[Effect]:
+        """Ask for a snapshot, unless one is on its way.
+
+        Args:
+            anew: void the one that is on its way.
+        """
+        if (instance.fetch and not anew) or not self.connected:
             return []
-        instance.resync_running = True
+        self._end_fetch(instance)
+        self._fetches += 1
+        instance.fetch = self._fetches
         instance.resync_attempt += 1
         self.counts["resyncs"] += 1
-        if instance.resync_attempt == 1:
-            delay_s = self._rng.uniform(0.0, self.config.first_delay_s_max)
-        else:
-            longest_s = self.config.retry_s * 2.0 ** min(instance.resync_attempt - 2, 16)
-            delay_s = min(longest_s, self.config.retry_s_max) * self._rng.uniform(0.5, 1.0)
+        delay_s = self._delay_s(instance, now_s)
+        instance.fetch_due_s = now_s + delay_s
         return [
             FetchSnapshot(
-                self.model, instance.record.instance_id, delay_s, instance.resync_attempt, reason
+                self.model,
+                instance.record.instance_id,
+                delay_s,
+                instance.resync_attempt,
+                reason,
+                instance.fetch,
             )
         ]
+
+    def _delay_s(self, instance: Instance, now_s: float) -> float:
+        """Return how long to wait before a try: a random part, so that routers do not agree."""
+        config = self.config
+        if instance.resync_attempt == 1:
+            return self._rng.uniform(0.0, config.first_delay_s_max)
+        silent = now_s - instance.heard_s > HEARD_S
+        most_s = config.retry_s_max if silent else config.retry_heard_s
+        longest_s = config.retry_s * 2.0 ** min(instance.resync_attempt - 2, 16)
+        return min(longest_s, most_s) * self._rng.uniform(0.5, 1.0)
 
     def join(self, instance: Instance, now_s: float) -> list[Effect]:
         """Begin with an instance that has just become known: its set may be old and large."""
         if not instance.record.kv_events:
             return self.settle(instance, now_s)
-        return self._ask(instance, "joined")
+        return self._ask(instance, "joined", now_s)
 
-    def resync(self, instance: Instance, reason: str) -> list[Effect]:
+    def resync(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:
         """Ask for a snapshot of a set that may have missed something, such as after an outage."""
         if not instance.record.kv_events:
             return []
         instance.follower.distrust()
         instance.trust = Trust.RESYNCING
-        return self._ask(instance, reason)
+        instance.resync_attempt = 0
+        return self._ask(instance, reason, now_s, anew=True)
 
     def chunk(self, instance: Instance, chunk: SnapshotChunk, now_s: float) -> list[Effect]:
         """Take one part of a snapshot that was asked for; the last one replaces the old set."""
-        if not instance.resync_running:
+        if not instance.fetch:
             return []
         instance.heard_s = now_s
+        of = (chunk.epoch, chunk.seq, chunk.chunks)
         if chunk.index == 0:
             self._drop_shadow(instance)
-        if chunk.index != instance.shadow_chunks:
+            instance.shadow_of = of
+        if chunk.index != instance.shadow_chunks or of != instance.shadow_of:
             return self.failed(instance, f"chunk {instance.shadow_chunks} is missing", now_s)
         instance.shadow_chunks += 1
         if chunk.hashes and chunk.tier < self.config.tiers_max:
@@ -193,27 +245,34 @@ class BlockIntake:
             self.counts["digest_mismatch"] += 1
             return self.failed(instance, "the snapshot differs from its own digest", now_s)
         follower = instance.follower
-        instance.resync_running = False
+        instance.fetch = 0
         if follower.outdated(last.epoch, last.seq):
             self.counts["snapshot_outdated"] += 1
             self._drop_shadow(instance)
-            return [] if follower.exact else self._ask(instance, "the snapshot came too late")
+            if follower.exact:
+                return []
+            return self._ask(instance, "the snapshot came too late", now_s)
         self.counts["snapshots"] += 1
         self._release(instance)
         instance.slots, instance.shadow, instance.shadow_chunks = instance.shadow, {}, 0
         for slot in instance.slots.values():
             self.index.publish_slot(slot)
-        return self._follow(instance, follower.snapshot(last.epoch, last.seq), now_s)
+        step = follower.snapshot(last.epoch, last.seq)
+        return self._follow(instance, step, now_s) + self.settle(instance, now_s)
 
     def failed(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:
         """Give up on a snapshot, and try again later if one is still needed."""
         self.counts["snapshot_failed"] += 1
-        instance.resync_running = False
-        self._drop_shadow(instance)
+        self._end_fetch(instance)
         effects: list[Effect] = [Alarm("snapshot_failed", instance.record.instance_id, reason)]
         if not instance.follower.exact:
-            effects += self._ask(instance, reason)
-        return effects + self.settle(instance, now_s)
+            effects += self._ask(instance, reason, now_s)
+        return effects
+
+    def _end_fetch(self, instance: Instance) -> None:
+        """Want no snapshot; what came of one is void."""
+        instance.fetch = 0
+        self._drop_shadow(instance)
 
     def _drop_shadow(self, instance: Instance) -> None:
         for slot in instance.shadow.values():
@@ -237,5 +296,4 @@ class BlockIntake:
     def leave(self, instance: Instance) -> None:
         """Drop everything that an instance that departed has in the index."""
         self._release(instance)
-        self._drop_shadow(instance)
-        instance.resync_running = False
+        self._end_fetch(instance)

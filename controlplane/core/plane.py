@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from controlplane.core.dispatch import Dispatcher
-from controlplane.core.effects import Alarm, Effect, Note
+from controlplane.core.effects import Alarm, Effect, FetchSnapshot, Note
 from controlplane.core.events import (
     BreakerState,
     BusState,
@@ -145,6 +145,11 @@ class Plane:
         """Take one event; returns what the surroundings have to do about it."""
         return self._on[type(event)](event, now_s)
 
+    def wants(self, fetch: FetchSnapshot) -> bool:
+        """Whether a snapshot that was asked for is still awaited; if not, its parts are void."""
+        instance = self.fleet.get(fetch.instance_id)
+        return instance is not None and instance.fetch == fetch.fetch
+
     # --- instances come and go
 
     def _record(self, record: InstanceRecord, now_s: float) -> list[Effect]:
@@ -160,10 +165,9 @@ class Plane:
             return [joined, *self.intake.join(instance, now_s)]
         changed = instance.record.state != record.state
         instance.record = record
-        instance.heard_s = now_s
         self.fleet.records_changed()
         self.fleet.refresh(instance, now_s)
-        effects: list[Effect] = self.intake.settle(instance, now_s)
+        effects: list[Effect] = self.intake.renewed(instance, now_s)
         if changed:
             effects.append(Note("state", record.instance_id, f"is {record.state}"))
         return effects
@@ -261,12 +265,13 @@ class Plane:
     def _bus_state(self, event: BusState, now_s: float) -> list[Effect]:
         """After an outage every stream may have lost something: resync, spread over time."""
         was_connected, self.bus_connected = self.bus_connected, event.connected
+        self.intake.connected = event.connected
         if not event.connected or was_connected:
             return []
         effects: list[Effect] = []
         for instance in self.fleet:
             instance.heard_s = now_s
-            effects += self.intake.resync(instance, "the bus is back")
+            effects += self.intake.resync(instance, "the bus is back", now_s)
         return effects
 
     def _breaker(self, event: BreakerState, now_s: float) -> list[Effect]:

@@ -18,6 +18,10 @@ may differ from the truth, and only a snapshot makes it equal again.
                    … with a gap after it       RESYNCING    keep the rest, ask again
                    … older than what is held   same         the caller must not apply it
 
+Epochs grow as long as the sidecar's clock does. If that was set back, the present epoch is an older
+one, and the instance's record says so: once it has named an older epoch than the followed one, and
+a batch of that has come, before or after, the followed one is void, and the other is a newer epoch.
+
 A follower that has heard nothing yet is RESYNCING. Kept batches are bounded by their blocks; over
 the bound the oldest go, which the snapshot that is awaited either covers or shows as a gap.
 """
@@ -77,6 +81,8 @@ class StreamFollower:
         self.epoch = -1
         self.seq = -1
         self.exact = False
+        self._passed_over = -1  # the older epoch of which a batch came last
+        self._named = -1  # the older epoch that the record has named meanwhile
         self.kept_dropped = 0
         self._kept: deque[KvBatch] = deque()
         self._kept_blocks = 0
@@ -96,7 +102,10 @@ class StreamFollower:
     def receive(self, batch: KvBatch) -> Step:
         """Take a batch as it came from the bus."""
         if batch.epoch < self.epoch:
-            return NOTHING
+            if batch.epoch != self._named:
+                self._passed_over = batch.epoch
+                return NOTHING
+            self._forget()
         if batch.epoch > self.epoch:
             return self._enter(batch)
         if batch.seq <= self.seq:
@@ -114,16 +123,30 @@ class StreamFollower:
 
     def _enter(self, batch: KvBatch) -> Step:
         """Begin to follow a newer epoch."""
-        self._forget_kept()
+        self._forget()
         self.epoch = batch.epoch
         if batch.seq == 0:
             self.seq = 0
             self.exact = True
             return Step(restart=True, apply=(batch,))
-        self.seq = -1
-        self.exact = False
         self._keep(batch)
         return Step(restart=True, lost=f"joined epoch {batch.epoch} at {batch.seq}")
+
+    def named(self, epoch: int) -> Step:
+        """Take note of the epoch that the instance's record names as the present one."""
+        if epoch >= self.epoch:
+            return NOTHING
+        if epoch != self._passed_over:
+            self._named = epoch
+            return NOTHING
+        self._forget()
+        return Step(restart=True, lost=f"the epoch was set back to {epoch}")
+
+    def _forget(self) -> None:
+        """Follow nothing, as in the beginning: whatever comes next is a newer epoch."""
+        self.epoch = self.seq = self._passed_over = self._named = -1
+        self.exact = False
+        self._forget_kept()
 
     def distrust(self) -> None:
         """Require a snapshot: the applied set is known to differ from the published one."""
@@ -141,7 +164,7 @@ class StreamFollower:
         """
         assert not self.outdated(epoch, seq)
         if epoch > self.epoch:
-            self._forget_kept()
+            self._forget()
         self.epoch, self.seq, self.exact = epoch, seq, True
         kept = sorted(self._kept, key=lambda batch: batch.seq)
         self._forget_kept()
