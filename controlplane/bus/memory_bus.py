@@ -287,6 +287,7 @@ class MemoryBus:
     async def close(self) -> None:
         """See `Bus.close`."""
         self._closed = True
+        self._state_handlers.clear()
         for subscription in list(self._mine):
             await subscription.stop()
         self.cut()

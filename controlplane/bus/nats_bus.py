@@ -254,6 +254,7 @@ class NatsBus:
                 await self.flush(_FAREWELL_S_MAX)
             except BusError as error:
                 log.warning("leaving NATS with messages unsent: %s", error)
+        self._state_handlers.clear()
         tasks = {self._supervisor, *self._tasks}
         for task in tasks:
             task.cancel()
@@ -372,11 +373,11 @@ class NatsBus:
         self._wake.set()
         try:
             await link.lost.wait()
+            self._disconnects += 1
             log.warning("lost the connection to NATS: %s", link.reason)
         finally:
             self._link = None
             self._link_up.clear()
-            self._disconnects += 1
             self._refused += link.refused
             writer.cancel()
             self._inbox.fail("the connection was lost")

@@ -238,7 +238,7 @@ class Bus(Protocol):
         """
 
     def on_state(self, handler: Callable[[bool], None]) -> None:
-        """Call `handler(connected)` at every loss and return of the connection."""
+        """Call `handler(connected)` at every loss and return of the connection, until `close`."""
 
     async def close(self) -> None:
         """Leave; pending messages are flushed if they can be."""

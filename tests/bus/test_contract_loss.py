@@ -174,9 +174,12 @@ async def test_a_closed_bus_is_silent(world: World, own: str) -> None:
     """After `close` nothing arrives, and what was published before it did leave."""
     sender, receiver = await two(world)
     got: list[bytes] = []
+    states: list[bool] = []
     await receiver.subscribe(own, lambda _, payload: got.append(payload))
+    sender.on_state(states.append)
     sender.publish(own, b"last words")
     await sender.close()
+    assert states == [], "leaving is not a loss"
     await eventually(lambda: got == [b"last words"])
     assert not sender.connected
     with pytest.raises(BusError):

@@ -22,7 +22,7 @@ def fast(**options: Any) -> NatsOptions:
     return NatsOptions(retry_s_min=0.02, retry_s_max=0.1, return_s_max=0.02, **options)
 
 
-async def eventually(true: Callable[[], object], within_s: float = 5.0) -> None:
+async def eventually(true: Callable[[], object], within_s: float = 10.0) -> None:
     """Return when a condition holds; fail when it does not in time."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not true():
