@@ -48,6 +48,13 @@ class CardUpload:
         if self._facts is not None and block_size:
             self.want(self._facts, block_size)
 
+    def upload_again(self) -> None:
+        """See to it that the card is there: the bus may have come back without it."""
+        facts, wanted = self._facts, self._wanted
+        if facts is not None and wanted is not None:
+            self._wanted = None
+            self.want(facts, wanted[2])
+
     def close(self) -> None:
         """Stop trying."""
         if self._task is not None:

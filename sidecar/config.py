@@ -17,8 +17,8 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
         engine_url: base URL of the engine's API server, as the sidecar reaches it.
         bus_url: where the bus is, `nats://host:port[,…]`.
         bus_options: credentials and TLS, as `controlplane.bus.connect` takes them.
-        instance_id: name on the bus, unique in the fleet; made of host and port if empty. With
-            several data-parallel ranks, `-dp<rank>` is appended.
+        instance_id: name on the bus, unique in the fleet; made of the host's name and the engine's
+            port if empty. With several data-parallel ranks, `-dp<rank>` is appended.
         advertise_url: base URL for routers, where it differs from `engine_url`.
         model: model id on the bus; the engine's first served name if empty.
         api_key: the engine's `--api-key`; sent to the engine only, never logged.

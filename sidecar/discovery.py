@@ -63,15 +63,24 @@ def discover(
     """
     base = next((served for served in models if served.parent is None), models[0])
     model = config.model or base.id
-    names = [served.id for served in models if served.parent is None]
+    aliases, loras = names_of(models, model)
     return EngineFacts(
         model=model,
         ranks=tuple(_ranks(config, metrics, sources)),
-        aliases=tuple(name for name in names if name != model),
-        loras=tuple(served.id for served in models if served.parent is not None),
+        aliases=aliases,
+        loras=loras,
         root=base.root or "",
         max_model_len=base.max_model_len,
         version=version,
+    )
+
+
+def names_of(models: list[Served], model: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (other names of a model, its adapters) of what `/v1/models` lists."""
+    names = (served.id for served in models if served.parent is None)
+    return (
+        tuple(name for name in names if name != model),
+        tuple(served.id for served in models if served.parent is not None),
     )
 
 

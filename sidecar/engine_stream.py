@@ -106,6 +106,7 @@ class EngineStream:
         self._tries = 0
         self._heard = False
         self._broken = False
+        self._lenient = False
 
     @property
     def next_seq(self) -> int | None:
@@ -127,11 +128,20 @@ class EngineStream:
             return [NewEpoch("started without a replay socket", complete=False)]
         return [NewEpoch("started", complete=True), *self._from_zero()]
 
-    def probe(self) -> list[StreamEffect]:
-        """Find out whether the engine, after an outage, is still the same process."""
+    def probe(self, *, after_outage: bool) -> list[StreamEffect]:
+        """Find out whether the engine is still the same process, and has sent more than came.
+
+        Args:
+            after_outage: the engine was away, so an unanswered probe loses the state; else it
+                shows only that the replay socket does not answer.
+        """
         if not self.config.replay:
-            return self._lose("the engine was away, and has no replay socket")
-        return self._request() if self.live else []
+            return self._lose("the engine was away without a replay socket") if after_outage else []
+        if not self.live:
+            return []
+        effects = self._request()
+        self._lenient = not after_outage
+        return effects
 
     def message(self, seq: int, payload: bytes) -> list[StreamEffect]:
         """Take a live message."""
@@ -176,7 +186,12 @@ class EngineStream:
 
     def replay_failed(self, reason: str) -> list[StreamEffect]:
         """Take note that the last request got no full answer."""
-        return [] if self.live else self._again(reason)
+        if self.live:
+            return []
+        if self._lenient:
+            self.live = True
+            return self._drain()
+        return self._again(reason)
 
     # --- the sequence
 
@@ -247,7 +262,7 @@ class EngineStream:
         """Ask for what follows the last applied message, and for that one to compare."""
         self.live = False
         self._tries += 1
-        self._heard = self._broken = False
+        self._heard = self._broken = self._lenient = False
         if not self._next:
             self._next = 0
             self._anchor = None

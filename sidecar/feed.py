@@ -81,6 +81,7 @@ class BlockFeed:
         self._flush_due: asyncio.TimerHandle | None = None
         self._probe_due_s = float("inf")
         self._blind = False
+        self._replay_answers = True
         self._snapshot: tuple[tuple[int, int], list[bytes]] = ((-1, -1), [])
 
     @property
@@ -105,9 +106,9 @@ class BlockFeed:
         """Follow the engine from its beginning, as if nothing were known."""
         self._run(self.stream.start())
 
-    def probe(self) -> None:
+    def probe_after_outage(self) -> None:
         """Find out whether the engine is still the process that was followed."""
-        self._run(self.stream.probe())
+        self._run(self.stream.probe(after_outage=True))
 
     async def joined(self, timeout_s: float) -> bool:
         """Return whether the stream became live within a time."""
@@ -181,8 +182,9 @@ class BlockFeed:
         self.relay.reset(epoch)
         # A subscription takes a moment; what the engine sends meanwhile only a probe can show.
         self._probe_due_s = time.monotonic() + min(_FIRST_PROBE_S, self._config.probe_s)
-        known = "from the engine's start" if effect.complete else "blocks stored before are unknown"
-        logger.info("%s: epoch %d: %s; %s", self.instance_id, epoch, effect.reason, known)
+        known = "all blocks are known" if effect.complete else "blocks stored before are unknown"
+        level = logging.INFO if effect.complete else logging.WARNING
+        logger.log(level, "%s: epoch %d: %s; %s", self.instance_id, epoch, effect.reason, known)
         self.changed()
 
     # --- replays
@@ -213,10 +215,13 @@ class BlockFeed:
                         turn_s = time.monotonic()
         except SourceError as error:
             self.counts["replays_failed"] += 1
-            logger.warning("%s: replay from %d: %s", self.instance_id, from_seq, error)
+            level = logging.WARNING if self._replay_answers else logging.DEBUG
+            self._replay_answers = False
+            logger.log(level, "%s: replay from %d: %s", self.instance_id, from_seq, error)
             await asyncio.sleep(_RETRY_S)
             self._run(self.stream.replay_failed(str(error)))
             return
+        self._replay_answers = True
         if not brought:
             # What was just sent may not be in the engine's buffer yet: do not ask in a tight loop.
             await asyncio.sleep(_RETRY_S / 10)
@@ -250,7 +255,7 @@ class BlockFeed:
     def _probe_silence(self) -> None:
         """Compare a silent stream with the engine's replay buffer."""
         before = self.stream.next_seq
-        self.probe()
+        self._run(self.stream.probe(after_outage=False))
         task = self._replaying
 
         def look(_: asyncio.Task[None]) -> None:

@@ -7,7 +7,11 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
 
 from controlplane import runtime
 from controlplane.bus import connect
@@ -15,6 +19,7 @@ from sidecar.config import SidecarConfig
 from sidecar.engine_process import EngineProcess, find_ports
 from sidecar.exporter import Exporter
 from sidecar.launcher import prepare
+from sidecar.model_card import default_hub_cache
 from sidecar.service import SidecarService
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,7 @@ async def serve(
         config = launch.config
         engine = EngineProcess(launch.command)
         logger.info("adding to the engine's command: %s", " ".join(launch.added) or "nothing")
+    config = _completed(config, os.environ, socket.gethostname())
     bus = await connect(config.bus_url, name="sidecar", options=config.bus_options)
     try:
         service = SidecarService(config, bus)
@@ -55,12 +61,33 @@ async def serve(
             if engine is not None:
                 await engine.start()
             started(service, exporter)
+            runtime.settle_gc()
             if engine is None:
                 await service.run(stop)
                 return 0
             return await _serve_around(service, engine, stop)
     finally:
         await bus.close()
+
+
+def _completed(
+    config: SidecarConfig, environment: Mapping[str, str], host_name: str
+) -> SidecarConfig:
+    """Return settings with what this machine says where they are empty."""
+    url = urlsplit(config.advertise_url or config.engine_url)
+    local = url.hostname in ("127.0.0.1", "::1", "localhost")
+    if local and "127.0.0.1" not in config.bus_url and "localhost" not in config.bus_url:
+        logger.warning(
+            "routers on other machines cannot reach %s; give the address that they can use with "
+            "--advertise-url",
+            config.advertise_url or config.engine_url,
+        )
+    name = host_name if local else str(url.hostname)
+    return msgspec.structs.replace(
+        config,
+        instance_id=config.instance_id or f"{name}-{url.port or 80}".replace(".", "-"),
+        hub_cache=config.hub_cache or default_hub_cache(environment),
+    )
 
 
 async def _serve_around(service: SidecarService, engine: EngineProcess, stop: asyncio.Event) -> int:

@@ -7,6 +7,7 @@ started with, or the model's entry in the Hugging Face cache. Nothing is fetched
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ _SPECIAL = (
 
 class CardError(Exception):
     """A model folder cannot be read; says which file, and why."""
+
+
+def default_hub_cache(environment: Mapping[str, str]) -> str:
+    """Return where the Hugging Face libraries keep what they fetched."""
+    if environment.get("HF_HUB_CACHE"):
+        return environment["HF_HUB_CACHE"]
+    home = environment.get("HF_HOME") or "~/.cache/huggingface"
+    return str(Path(home).expanduser() / "hub")
 
 
 def find_model_folder(model_path: str, root: str, hub_cache: str) -> Path | None:

@@ -23,12 +23,14 @@ import time
 from collections import Counter
 from urllib.parse import urlsplit
 
+import msgspec
+
 from controlplane.bus.protocol import Bus, BusError
 from schemas import subjects
 from schemas.codec import encode
 from sidecar.card_upload import CardUpload
 from sidecar.config import SidecarConfig
-from sidecar.discovery import EngineFacts, RankFacts, discover
+from sidecar.discovery import EngineFacts, RankFacts, discover, names_of
 from sidecar.engine_http import EngineError, EngineHttp
 from sidecar.feed import BlockFeed
 from sidecar.instance import Instance, State
@@ -41,6 +43,7 @@ _IDLE_REPORT_S = 1.0
 _RETRY_S = 0.5
 _PROGRESS_S = 10.0
 _DRAIN_LOOKS = 2
+_NAMES_S = 10.0
 
 
 class SidecarService:
@@ -66,7 +69,8 @@ class SidecarService:
         self._dirty = asyncio.Event()
         self._started_wall_s: float | None = None
         self._failures = 0
-        self._look_again = self._stopping = False
+        self._look_again = self._stopping = self._ended = False
+        self._names_due_s = float("-inf")
         bus.on_state(self._bus_state)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -91,6 +95,7 @@ class SidecarService:
                 await self._deregister(self.instances)
                 self.card.close()
                 await self._close()
+                self._ended = True
 
     # --- the engine's life
 
@@ -104,6 +109,8 @@ class SidecarService:
                 if self.state in ("starting", "stopped") or self._look_again:
                     await self._recover()
                     self._look_again = False
+                elif time.monotonic() >= self._names_due_s:
+                    await self._refresh_names()
             except EngineError as error:
                 self.counts["engine_errors"] += 1
                 self._failures += 1
@@ -143,7 +150,7 @@ class SidecarService:
                 instance.engine, instance.rank = facts, rank
                 instance.load.forget()
                 if instance.feed is not None:
-                    instance.feed.probe()
+                    instance.feed.probe_after_outage()
         self._facts = facts
         for instance in self.instances:
             if instance.feed is not None:
@@ -151,6 +158,20 @@ class SidecarService:
         await self._joined()
         self.state = "draining" if self._stopping else "ready"
         self.card.want(facts, max((i.block_size for i in self.instances), default=0))
+        self._changed()
+
+    async def _refresh_names(self) -> None:
+        """Follow adapters that the engine loads and unloads while it runs. Raises EngineError."""
+        self._names_due_s = time.monotonic() + _NAMES_S
+        facts = self._facts
+        assert facts is not None
+        aliases, loras = names_of(await self._http.models(), facts.model)
+        if (aliases, loras) == (facts.aliases, facts.loras):
+            return
+        logger.info("the engine's names are now %s, its adapters %s", aliases, loras)
+        self._facts = msgspec.structs.replace(facts, aliases=aliases, loras=loras)
+        for instance in self.instances:
+            instance.engine = self._facts
         self._changed()
 
     async def _rebuild(self, facts: EngineFacts) -> None:
@@ -213,9 +234,12 @@ class SidecarService:
         self._dirty.set()
 
     def _bus_state(self, connected: bool) -> None:
+        if self._ended:
+            return
         logger.warning("the bus is %s", "connected" if connected else "lost")
         if connected:
             self._changed()
+            self.card.upload_again()
 
     async def _register(self) -> None:
         """Keep the records of all instances fresh."""

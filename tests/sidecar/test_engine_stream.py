@@ -118,7 +118,7 @@ def test_a_restart_hidden_in_a_gap_is_told_by_the_anchor() -> None:
 def test_an_engine_without_the_anchor_is_another_one() -> None:
     """A replay that brings nothing from the last applied message on shows a restart."""
     stream = joined(0, 4)
-    assert stream.probe() == [RequestReplay(4)]
+    assert stream.probe(after_outage=True) == [RequestReplay(4)]
     fresh, request = stream.replay_ended()
     assert isinstance(fresh, NewEpoch)
     assert fresh.complete
@@ -131,11 +131,32 @@ def test_an_engine_without_the_anchor_is_another_one() -> None:
 def test_a_probe_of_the_same_process_changes_nothing() -> None:
     """After an outage of the network alone the state is kept, and completed."""
     stream = joined(0, 4)
-    assert stream.probe() == [RequestReplay(4)]
+    assert stream.probe(after_outage=True) == [RequestReplay(4)]
     assert stream.replayed(4, pay(4)) == []
     assert seqs(stream.replayed(5, pay(5))) == [5]
     assert stream.replay_ended() == []
     assert stream.live
+
+
+def test_an_unanswered_probe_of_a_silent_engine_changes_nothing() -> None:
+    """A replay socket that does not answer is no reason to give up a live stream's state."""
+    stream = joined(0, 4)
+    assert stream.probe(after_outage=False) == [RequestReplay(4)]
+    stream.message(5, pay(5))
+    assert stream.replay_failed("timed out") == [Apply(5, pay(5))]
+    stream.probe(after_outage=False)
+    stream.message(8, pay(8))
+    assert stream.replay_failed("timed out") == [RequestReplay(5)]
+    no_socket = EngineStream(EngineStreamConfig(replay=False))
+    no_socket.start()
+    assert no_socket.probe(after_outage=False) == []
+
+
+def test_an_unanswered_probe_after_an_outage_loses_the_state() -> None:
+    """Nothing shows then that the engine is the same."""
+    stream = joined(0, 4, tries_max=1)
+    stream.probe(after_outage=True)
+    assert stream.replay_failed("timed out") == [NewEpoch("timed out", complete=False)]
 
 
 def test_a_start_beyond_the_engines_buffer_is_not_complete() -> None:
@@ -219,7 +240,7 @@ def test_without_a_replay_socket_every_gap_is_a_loss() -> None:
     assert applied == Apply(2, pay(2))
     restarted = stream.message(1, pay(1, 1))
     assert [type(effect) for effect in restarted] == [NewEpoch, Apply]
-    assert isinstance(stream.probe()[0], NewEpoch)
+    assert isinstance(stream.probe(after_outage=True)[0], NewEpoch)
 
 
 def test_kept_messages_are_bounded() -> None:
@@ -313,10 +334,10 @@ class StreamMachine(RuleBasedStateMachine):
                 return  # a newer request voids this answer
         self.run(self.stream.replay_ended())
 
-    @rule()
-    def probe(self) -> None:
-        """The engine is back from an outage."""
-        self.run(self.stream.probe())
+    @rule(after_outage=st.booleans())
+    def probe(self, after_outage: bool) -> None:
+        """The engine is back from an outage, or has been silent for a while."""
+        self.run(self.stream.probe(after_outage=after_outage))
 
     @invariant()
     def no_gaps(self) -> None:
@@ -342,7 +363,7 @@ class StreamMachine(RuleBasedStateMachine):
         assert self.applied == list(enumerate(self.sent))[first:]
 
 
-StreamMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+StreamMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 @pytest.mark.slow

@@ -365,7 +365,7 @@ class TruthMachine(RuleBasedStateMachine):
         assert self.mirror.unknown_removals == 0
 
 
-TruthMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TruthMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=35)
 
 
 @pytest.mark.slow
@@ -460,7 +460,7 @@ class TwinMachine(RuleBasedStateMachine):
             assert {block for block, at in self.tiers.items() if at <= tier} == held
 
 
-TwinMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TwinMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=35)
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ from tests.lab.server_helpers import Client, serving
 from tests.models.naive_relay import snapshot_sets
 from tests.sidecar.service_helpers import Router, eventually, sidecar_of, snapshot_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["memory", pytest.param("nats", marks=pytest.mark.live)])
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
@@ -280,6 +282,38 @@ async def test_an_idle_instance_sends_heartbeats() -> None:
         await eventually(lambda: len(router.batches["i-1"]) > 5)
         await eventually(lambda: router.records["i-1"].seq > 5)
         assert router.blocks("i-1") == set()
+    await world.close()
+
+
+async def test_adapters_loaded_later_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record follows what the engine lists, without a new epoch."""
+    monkeypatch.setattr("sidecar.service._NAMES_S", 0.05)
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving(loras=["first"]) as client, sidecar_of(client.url, bus):
+        await eventually(lambda: router.state("i-1") == "ready")
+        epoch = router.records["i-1"].epoch
+        client.server.api.loras.append("second")
+        await eventually(lambda: router.records["i-1"].loras == ["first", "second"])
+        assert router.records["i-1"].epoch == epoch
+    await world.close()
+
+
+async def test_a_card_that_the_bus_lost_is_uploaded_again() -> None:
+    """A server that comes back without its objects gets them again."""
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving() as client, sidecar_of(client.url, bus):
+        await eventually(lambda: router.state("i-1") == "ready" and router.records["i-1"].card)
+        cards = world.broker.stores[subjects.MODELS]
+        await world.cut()
+        cards.clear()
+        await world.heal()
+        await eventually(lambda: cards)
     await world.close()
 
 

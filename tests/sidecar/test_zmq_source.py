@@ -143,6 +143,7 @@ async def test_a_restarted_engine_is_heard_again(engine: ZmqEngine, listener: Li
     again.close()
 
 
+@pytest.mark.slow
 async def test_beyond_the_queue_messages_are_lost_and_show_as_a_gap(engine: ZmqEngine) -> None:
     """A process that does not read in time loses messages, and never more memory than the bound."""
     listener = Listener(ZmqSource(SourceConfig(engine.endpoint, topic="kv", queue_messages_max=10)))
