@@ -38,7 +38,7 @@ _NO_MESSAGE = 10037
 _WRONG_SEQUENCE = (10071, 10164)
 _NS = 1_000_000_000
 
-BATCH = 256
+BATCH = 64
 """Messages asked for at a time: what a feed holds at most."""
 
 HEARTBEAT_S = 1.0

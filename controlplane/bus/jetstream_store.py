@@ -139,12 +139,9 @@ class NatsWatch:
                 attempt = 0
                 await self._follow(feed, pending)
             except BusError as error:
-                log.log(
-                    logging.DEBUG if attempt else logging.INFO,
-                    "watching %s anew: %s",
-                    self._stream,
-                    error,
-                )
+                # A lost connection is told elsewhere; anything else is worth a line, once.
+                level = logging.DEBUG if attempt or link.lost.is_set() else logging.WARNING
+                log.log(level, "watching %s anew: %s", self._stream, error)
             finally:
                 await feed.close()
             await asyncio.sleep(self._bus.pause_s(attempt))
@@ -193,7 +190,7 @@ class NatsObjects:
 
     async def put(self, name: str, data: bytes) -> None:
         """See `Objects.put`; what is there already is left as it is."""
-        digest = _digest(data)
+        digest = await _digest(data)
         before = await self._info(name)
         if before is not None and before.digest == digest and before.size == len(data):
             return
@@ -221,7 +218,7 @@ class NatsObjects:
                 return b""
             chunks = await self._js.read(self._stream, self._chunks(info.nuid), ALL)
             data = b"".join(chunk.payload for chunk in chunks)
-            if _digest(data) == info.digest:
+            if await _digest(data) == info.digest:
                 return data
             # It was replaced while we read it; the next attempt reads the new one.
         raise BusError(f"object {name} in {self._name} is damaged: its digest does not match")
@@ -262,5 +259,7 @@ class NatsObjects:
         return f"$O.{self._name}.C.{nuid}"
 
 
-def _digest(data: bytes) -> str:
-    return "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+async def _digest(data: bytes) -> str:
+    """Hash without holding up the loop: a tokenizer has megabytes."""
+    digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+    return "SHA-256=" + base64.urlsafe_b64encode(digest).decode()

@@ -28,7 +28,7 @@ from controlplane.bus.protocol import (
     Record,
     RequestHandler,
 )
-from controlplane.bus.wildcard import matches
+from controlplane.bus.wildcard import check_pattern, matches
 from schemas.subjects import STREAMS
 
 Schedule = Callable[..., object]
@@ -303,6 +303,7 @@ class MemoryBus:
             raise BusError("not connected to the bus")
 
     def _add(self, subject: str, handler: Callable[..., Any], *, service: bool) -> _Subscription:
+        check_pattern(subject)
         subscription = _Subscription(self, subject, handler)
         self._mine.append(subscription)
         self.broker.add(subscription, service=service)

@@ -31,6 +31,7 @@ from controlplane.bus.protocol import (
     Record,
     RequestHandler,
 )
+from controlplane.bus.wildcard import check_pattern
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ _NO_RESPONDERS = "503"
 _MESSAGES_PER_TURN = 64
 _ESTABLISH_S_MAX = 5.0
 _FAREWELL_S_MAX = 1.0
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the connection to NATS is given up: this is a bug", exc_info=error)
 
 
 def is_cancelled() -> bool:
@@ -57,6 +63,7 @@ class _Subscription:
     """A subscription that outlives connections."""
 
     def __init__(self, bus: NatsBus, subject: str, handler: RawHandler, queue: str = "") -> None:
+        check_pattern(subject)
         self.link: Link | None = None
         self._bus = bus
         self._subject = subject
@@ -105,6 +112,7 @@ class NatsBus:
         self._serving = 0
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._keep_connected(), name="nats-bus")
+        self._supervisor.add_done_callback(_report_failure)
 
     @classmethod
     async def connect(
@@ -334,14 +342,19 @@ class NatsBus:
                 if attempt % len(servers) == 0:
                     await asyncio.sleep(self.pause_s(attempt // len(servers) - 1))
                 continue
-            attempt = 0
             log.info("connected to NATS at %s", server)
+            since_s = asyncio.get_running_loop().time()
             await self._stay_connected(link)
+            # A server that lets us in only to throw us out is no better than one that is down.
+            lasted_s = asyncio.get_running_loop().time() - since_s
+            attempt = attempt + 1 if lasted_s < self.options.retry_s_max else 0
             others = [url for url in link.discovered if url not in self._servers]
             servers = [url for url in (*self._servers, *others) if url != server]
             self._rng.shuffle(servers)
             servers.append(server)
             await asyncio.sleep(self._rng.uniform(0.0, self.options.return_s_max))
+            if attempt:
+                await asyncio.sleep(self.pause_s(attempt))
 
     def _note_failure(self, error: BusError, attempt: int) -> None:
         log.log(logging.DEBUG if attempt else logging.WARNING, "%s; trying again", error)

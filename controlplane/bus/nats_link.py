@@ -244,9 +244,9 @@ class Link:
                     ping_interval=options.ping_s,  # type: ignore[arg-type]
                     max_outstanding_pings=_PINGS_OUTSTANDING_MAX,
                     error_cb=self._on_error,
-                    skip_subject_validation=True,
                 )
-        except (OSError, TimeoutError, ValueError, errors.Error) as error:
+        except Exception as error:  # whatever a server or a proxy before it may provoke in nats-py
+            log.debug("while connecting", exc_info=error)
             what = self.reason if isinstance(error, errors.NoServersError) else _describe(error)
             await self.close()
             raise LinkError(

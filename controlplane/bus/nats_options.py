@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import unquote
 
 import msgspec
@@ -130,6 +132,11 @@ def link_options(
     Raises:
         BusError: a URL or a file of the options is of no use; says which.
     """
+    for path in filter(None, (options.creds, options.nkey)):
+        if importlib.util.find_spec("nkeys") is None:
+            raise BusError("NATS keys need the package nkeys: pip install 'nats-py[nkeys]'")
+        if not Path(path).is_file():
+            raise BusError(f"NATS keys: there is no file {path}")
     split = [_split_url(server) for server in servers]
     if not split:
         raise BusError("no NATS server given")

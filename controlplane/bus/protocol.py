@@ -192,13 +192,20 @@ class Bus(Protocol):
         """Return when everything published so far has left. Raises BusError."""
 
     async def subscribe(self, subject: str, handler: MessageHandler) -> Subscription:
-        """Call `handler` for every message on a subject; `*` and `>` are NATS wildcards."""
+        """Call `handler` for every message on a subject; `*` and `>` are NATS wildcards.
+
+        Raises:
+            ValueError: it is not a subject.
+        """
 
     async def serve(self, subject: str, handler: RequestHandler) -> Subscription:
         """Answer requests on a subject with one or more messages each.
 
         Of several services on one subject one gets the request. A handler that raises, or too
         many requests at a time, is an error at the requester.
+
+        Raises:
+            ValueError: it is not a subject.
         """
 
     def request(self, subject: str, payload: bytes, *, timeout_s: float) -> AsyncIterator[bytes]:

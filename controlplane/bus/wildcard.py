@@ -13,6 +13,13 @@ def _tokens(pattern: str) -> tuple[str, ...]:
     return tokens
 
 
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError for what is no subject, wildcards allowed."""
+    if any(character in pattern for character in " \t\r\n"):
+        raise ValueError(f"not a subject: {pattern!r}")
+    _tokens(pattern)
+
+
 def matches(pattern: str, subject: str) -> bool:
     """Return whether `pattern` matches `subject`, which has no wildcards.
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from controlplane.bus import BusError, NatsBus, NatsOptions
 from controlplane.bus.accounts import main, password, read_members, render
@@ -154,6 +155,30 @@ async def test_who_is_not_a_member_stays_out(guarded: Guarded) -> None:
     )
     assert not distrustful.connected
     await distrustful.close()
+
+
+@pytest.mark.live
+def test_tls_on_the_loop_of_production(folder: Path) -> None:
+    """On uvloop, TLS connections are made, lost and made again as well."""
+
+    async def run() -> list[bytes]:
+        got: list[bytes] = []
+        async with EmbeddedNats(config=folder / "nats.conf") as server:
+            guarded = Guarded(server, folder / "tls" / "ca.pem")
+            bus = await guarded.connect("operator")
+            await bus.subscribe("s", lambda _, payload: got.append(payload))
+            bus.publish("s", b"x" * 900_000)
+            await eventually(lambda: len(got) == 1)
+            await server.kill()
+            await eventually(lambda: not bus.connected)
+            await server.start()
+            await eventually(lambda: bus.connected)
+            bus.publish("s", b"2")
+            await eventually(lambda: len(got) == 2)
+            await bus.close()
+        return got
+
+    assert uvloop.run(run()) == [b"x" * 900_000, b"2"]
 
 
 @pytest.mark.live

@@ -31,6 +31,17 @@ async def test_wildcards(world: World, own: str, pattern: str, heard: list[str])
     assert got == [f"{own}.{subject}" for subject in heard]
 
 
+@pytest.mark.parametrize("subject", ["", "a..b", ".a", "a.>.b", "a b", "a\r\nPUB x 0"])
+async def test_what_is_no_subject_is_refused(world: World, subject: str) -> None:
+    """Subscribing and serving refuse at once what no server would take."""
+    bus = await world.bus()
+    with pytest.raises(ValueError, match="not a subject"):
+        await bus.subscribe(subject, lambda *_: None)
+    with pytest.raises(ValueError, match="not a subject"):
+        await bus.serve(subject, lambda _: None)
+    assert bus.connected
+
+
 async def test_order_is_kept(world: World, own: str) -> None:
     """Messages of one publisher arrive in order, all of them, across subjects of one pattern."""
     sender, receiver = await two(world)

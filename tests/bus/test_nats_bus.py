@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import uvloop
 
-from controlplane.bus import Bus, BusError, NatsBus, connect
+from controlplane.bus import Bus, BusError, NatsBus, NatsOptions, connect
 from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import BucketSpec, Layout
 from controlplane.bus.protocol import Entry
@@ -88,6 +88,34 @@ async def test_wrong_credentials_stop_the_start(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 10.0
         bus = await NatsBus.connect(server.url.replace("//", "//u:right@"), options=fast())
         assert bus.connected
+        await bus.close()
+
+
+@pytest.mark.slow
+async def test_a_server_that_throws_us_out_is_given_time() -> None:
+    """Being let in only to be thrown out counts as a failure: no storm of reconnects."""
+    visits = 0
+
+    async def throw_out(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal visits
+        visits += 1
+        writer.write(b'INFO {"max_payload": 1048576, "headers": true}\r\n')
+        for _ in range(2):
+            while await reader.readline() not in (b"PING\r\n", b""):
+                pass
+            writer.write(b"PONG\r\n")
+        writer.write(b"-ERR 'Account Authentication Expired'\r\n")
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(throw_out, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        options = NatsOptions(retry_s_min=30.0, retry_s_max=60.0)
+        bus = await NatsBus.connect(f"nats://127.0.0.1:{port}", options=options)
+        await eventually(lambda: bus.stats().disconnects == 1)
+        await asyncio.sleep(0.4)
+        assert visits == 1
         await bus.close()
 
 

@@ -207,6 +207,7 @@ def test_the_inbox_is_the_users_own() -> None:
         (["http://h"], NatsOptions(), "not a NATS URL"),
         (["nats://u:p@"], NatsOptions(), "must name a host"),
         (["nats://h"], NatsOptions(tls_ca="/nowhere/ca.pem"), "/nowhere/ca.pem"),
+        (["nats://h"], NatsOptions(creds="/nowhere/user.creds"), "nkeys|/nowhere/user.creds"),
     ],
 )
 def test_useless_options_say_so(servers: list[str], options: NatsOptions, reason: str) -> None:
