@@ -25,7 +25,7 @@ from controlplane.core.outbox import Outbox
 from controlplane.core.policies import make_policy
 from controlplane.core.scoring import BoolArray, Choice, FleetView, IntArray, Policy
 from controlplane.core.stream import Trust
-from controlplane.core.verdicts import CLASS_DEPTHS, Verdicts
+from controlplane.core.verdicts import CLASS_DEPTHS, Verdicts, outgrows
 from schemas.bus import Candidate, ClassCoverage, Finished, Prefilled, Routed
 
 PROGRESS_TOKENS_MIN = 2048
@@ -131,10 +131,16 @@ class Decision(msgspec.Struct, frozen=True):
         if self.hit_tokens is None:
             inside: BoolArray = np.zeros(len(ranked), np.bool_)
         else:
-            # Hits are capped below the whole prompt; a class as long as the prompt is not lost.
-            blocks = min(depth, usable_blocks(self.request.prompt_tokens, self.request.block_size))
-            inside = self.hit_tokens >= max(blocks, 1) * self.request.block_size
+            inside = _holders(self.request, self.hit_tokens, depth)
         return int(inside.sum()), _least(ranked[inside]), _least(ranked[~inside])
+
+
+def _holders(request: RouteRequest, hit_tokens: IntArray, depth: int) -> BoolArray:
+    """Return (rows,) M: who holds the first `depth` blocks of a request."""
+    # Hits are capped below the whole prompt; a class as long as the prompt is not lost.
+    blocks = min(depth, usable_blocks(request.prompt_tokens, request.block_size))
+    inside: BoolArray = hit_tokens >= max(blocks, 1) * request.block_size
+    return inside
 
 
 def _least(scores: scoring.FloatArray) -> float | None:
@@ -225,7 +231,7 @@ class Dispatcher:
             request.prompt_tokens,
             hits,
             capable=fleet.capable(request.lora),
-            cool=self._cool(request),
+            cool=self._cool(request, hits),
             alpha=request.alpha,
             beta=request.beta,
         )
@@ -296,17 +302,21 @@ class Dispatcher:
                 healthy[instance.row] = False
         return healthy
 
-    def _cool(self, request: RouteRequest) -> BoolArray | None:
-        """Return (rows,) who is not kept from this request's classes; None if nobody is."""
+    def _cool(self, request: RouteRequest, hits: IntArray | None) -> BoolArray | None:
+        """Return (rows,) who is not kept from this request's classes; None if nobody is.
+
+        A verdict bars whoever holds the class now, so that the copy that a diverted request makes
+        counts like any other, and only while the holders are too few for the class's share.
+        """
         verdicts = self._verdicts.against(request.hashes)
-        if not verdicts:
+        if not verdicts or hits is None:
             return None
-        cool = np.ones(len(self._fleet), np.bool_)
+        cool: BoolArray | None = None
         for verdict in verdicts:
-            for instance_id in verdict.instances:
-                instance = self._fleet.get(instance_id)
-                if instance is not None:
-                    cool[instance.row] = False
+            inside = _holders(request, hits, verdict.depth_blocks)
+            requests, total = verdict.share
+            if not total or outgrows(requests, total, int(inside.sum()), len(inside)):
+                cool = ~inside if cool is None else cool & ~inside
         return cool
 
     # --- booking

@@ -2,6 +2,10 @@
 
 Every statement has a revision that only grows, so that a late or repeated message changes nothing,
 and most expire by themselves, so that a silent detector cannot blind a fleet.
+
+A hotspot verdict says of a class of requests that its share outgrew the part of the fleet that
+caches it. Whom it bars is for the router to see: the instances that hold the class at the moment
+of the decision, as long as they are too few for the share that the verdict states (`outgrows`).
 """
 
 from __future__ import annotations
@@ -12,6 +16,21 @@ from schemas.bus import HotspotCleared, HotspotRaised, PolicyOverride
 
 CLASS_DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Prefix lengths, in blocks, at which requests are grouped into classes."""
+
+
+def outgrows(requests: int, total: int, holders: int, fleet: int) -> bool:
+    """Say whether a class's share of requests exceeds its share of instances: x/x̄ > |M|/|M̄|.
+
+    In integers, so that x = 1 divides by nothing and equality is exact. A class that nobody
+    caches, or everybody, cannot be spread by barring its holders, and never outgrows them.
+
+    Args:
+        requests: of the class, among `total` requests.
+        holders: |M|, instances that cache the class, among `fleet` instances.
+
+    Source: LMetric (arXiv 2603.15202), section 5.2.
+    """
+    return 0 < holders < fleet and requests * (fleet - holders) > (total - requests) * holders
 
 
 class Verdicts:
@@ -32,15 +51,16 @@ class Verdicts:
         self._override_revision = -1
 
     def raised(self, verdict: HotspotRaised, now_s: float) -> bool:
-        """Take a verdict; False if it is old or refused."""
+        """Take a verdict, or a renewal of one; True if its class had none before."""
         if verdict.revision <= self._revisions.get(verdict.key, -1):
             return False
-        if verdict.key not in self._hotspots and len(self._hotspots) >= self.hotspots_max:
+        known = verdict.key in self._hotspots
+        if not known and len(self._hotspots) >= self.hotspots_max:
             self.refused += 1
             return False
         self._note(verdict.key, verdict.revision)
         self._hotspots[verdict.key] = (verdict, now_s + verdict.ttl_s)
-        return True
+        return not known
 
     def cleared(self, verdict: HotspotCleared) -> bool:
         """Lift a verdict; False if there was none or the message is old."""
