@@ -52,7 +52,7 @@ app.add_typer(bus_command.app, name="bus")
 def run() -> None:
     """Run the command line; the console script's entry point."""
     with errors.explained():
-        app()
+        app(prog_name="multiplane")
 
 
 if __name__ == "__main__":

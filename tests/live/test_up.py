@@ -1,0 +1,216 @@
+"""A whole plane of real processes: it serves, compares, diagnoses itself, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from controlplane.bus import NatsBus
+from controlplane.doctor import doctor
+from controlplane.http_client import HttpClient
+from lab.generators import generate
+from lab.load import Planned, plan, run_load
+from lab.stack import LocalStack, StackOptions
+from lab.summary import Summary, summarize
+from lab.traces import sample_trace
+from lab.view import BusView
+
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
+
+UP = [sys.executable, "-m", "controlplane.cli.main", "up", "--port", "0", "--no-live"]
+
+
+def until(condition: Callable[[], object], deadline_s: float = 30.0) -> None:
+    """Wait until something holds; fail when it does not in time."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, "still waiting"
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> set[int]:
+    """Return all living processes below one."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            fields = stat.rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        for child in parents.get(waiting.pop(), []):
+            found.add(child)
+            waiting.append(child)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process lives and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def start_up(*flags: str) -> tuple[subprocess.Popen[str], list[str]]:
+    """Start `multiplane up` and return it once it serves, with what it printed so far."""
+    process = subprocess.Popen(
+        [*UP, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if "curl" in line:
+            return process, lines
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_serves_and_stopping_it_leaves_nothing_running(number: signal.Signals) -> None:
+    """Ctrl-C ends every process that `up` started."""
+    process, lines = start_up("--engines", "2", "--routers", "1")
+    started = descendants(process.pid)
+    assert len(started) >= 6, "nats, two engines, two sidecars, a router"
+    assert any("ready" in line for line in lines)
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    until(lambda: not any(map(alive, started)))
+
+
+def test_killing_up_leaves_nothing_either() -> None:
+    """After kill -9 of `up` the kernel ends its children."""
+    process, _ = start_up("--engines", "1", "--routers", "1")
+    started = descendants(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: not any(map(alive, started)))
+
+
+def test_a_trace_is_replayed_and_compared() -> None:
+    """`up --trace` replays real traffic under two policies, and ends with a table and JSON."""
+    done = subprocess.run(
+        [
+            *UP,
+            *("--engines", "4", "--routers", "2", "--trace", "sample"),
+            *("--duration", "30", "--speed", "4", "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hit rate" in done.stdout
+    runs = json.loads(done.stdout[done.stdout.index("[\n") :])
+    assert [run["name"] for run in runs] == ["multiplicative", "round_robin"]
+    assert [run["failed"] for run in runs] == [0, 0]
+    assert runs[0]["requests"] == runs[1]["requests"] > 50
+
+
+async def _run(policy: str, planned: tuple[Planned, ...]) -> Summary:
+    """Put requests through four engines and two routers."""
+    options = StackOptions(
+        engines=4,
+        routers=2,
+        engine_flags=("--speed", "10"),
+        router_flags=("--policy", policy),
+    )
+    async with LocalStack(options) as stack:
+        view = BusView()
+        bus = await NatsBus.connect(stack.nats_url, name="view")
+        await view.follow(bus)
+        results = await run_load(stack.url, planned)
+        await bus.close()
+    return summarize(policy, results, view.routed_by_instance(), seconds=1.0)
+
+
+async def test_sessions_hit_far_more_than_under_round_robin() -> None:
+    """Agents' growing contexts stay where they are cached, over two routers, without failures."""
+    trace = generate("agent", seed=1, duration_s=60.0, requests_per_s=2.5, tokens_max=12_000)
+    planned = plan(trace.faster(4.0), "tiny")
+    ours = await _run("multiplicative", planned)
+    theirs = await _run("round_robin", planned)
+    assert ours.failed == theirs.failed == 0
+    assert ours.hit_rate > theirs.hit_rate + 0.15
+    assert ours.balance < 2.0
+
+
+async def _chat(client: AsyncOpenAI, text: str, **more: Any) -> Any:
+    return await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": text}], max_tokens=12, **more
+    )
+
+
+async def test_two_routers_agree_and_answer_clients() -> None:
+    """Both routers see the same blocks and load; real clients stream; the doctor finds nothing."""
+    options = StackOptions(engines=3, routers=2, engine_flags=("--speed", "20"))
+    async with LocalStack(options) as stack, HttpClient() as http:
+        async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
+            answers = await asyncio.gather(*(_chat(client, f"chat {n} " * 30) for n in range(24)))
+            assert all(answer.usage.completion_tokens == 12 for answer in answers)
+            stream = await _chat(client, "stream " * 30, stream=True)
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+        await _agree(stack, http)
+        bus = await NatsBus.connect(stack.nats_url, name="doctor")
+        findings = [finding async for finding in doctor(bus, stack.admin_urls[0], None)]
+        await bus.close()
+        assert not [finding for finding in findings if not finding.ok], findings
+        assert len(findings) == 1 + 5 * 3
+
+
+async def _agree(stack: LocalStack, http: HttpClient) -> None:
+    """Wait until both routers' indices equal every engine's own blocks, and nothing is booked."""
+    end_s = time.monotonic() + 20.0
+    while True:
+        differences = []
+        for instance in stack.fleet.instances:
+            truth = await http.get(f"{instance.url}/debug/blocks")
+            for admin in stack.admin_urls:
+                seen = await http.get(f"{admin}/debug/blocks?instance={instance.name}")
+                if set(seen["blocks"]) != set(truth["block_hashes"]):
+                    differences.append((instance.name, admin))
+        for admin in stack.admin_urls:
+            state = await http.get(f"{admin}/debug/state")
+            differences += [
+                (seen["instance"], admin)
+                for seen in state["models"]["tiny"]["instances"]
+                if seen["batch_size"] or seen["queued_tokens"]
+            ]
+        if not differences:
+            return
+        assert time.monotonic() < end_s, differences
+        await asyncio.sleep(0.1)
+
+
+async def test_the_load_generator_counts_what_fails() -> None:
+    """A run against a plane whose engines all died reports failures, and ends."""
+    options = StackOptions(engines=1, routers=1, engine_flags=("--speed", "20"))
+    async with LocalStack(options) as stack:
+        view = BusView()
+        bus = await NatsBus.connect(stack.nats_url, name="view")
+        await view.follow(bus)
+        await stack.fleet.kill(stack.fleet.instances[0])
+        planned = plan(sample_trace().cut(0.0, 30.0).faster(30.0).within(8000), "tiny")[:5]
+        results = await run_load(stack.url, planned)
+        await bus.close()
+    summary = summarize("dead", results, view.routed_by_instance(), seconds=1.0)
+    assert (summary.requests, summary.failed) == (len(planned), len(planned))
+    assert all(result.status in (502, 503) for result in results)
