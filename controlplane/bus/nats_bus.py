@@ -74,7 +74,11 @@ class _Subscription:
 
     async def attach(self, link: Link) -> None:
         self.link = link
-        self._handle = await link.subscribe(self._subject, self._receive, self._queue)
+        handle = await link.subscribe(self._subject, self._receive, self._queue)
+        if self._stopped:
+            await link.unsubscribe(handle)
+        elif self.link is link:
+            self._handle = handle
 
     async def stop(self) -> None:
         if not self._stopped:
