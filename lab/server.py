@@ -78,7 +78,9 @@ class EmulatedServer:
         self.engine = Engine(config)
         self.metrics = ServerMetrics(options.names[0], config)
         self.publisher = _publisher(options)
-        self.live = LiveEngine(self.engine, self._publish, self.metrics.observe_step)
+        self.live = LiveEngine(
+            self.engine, self._publish, self.metrics.observe_step, options.stream_interval
+        )
         self.faults = Faults()
         self.load = 0
         self._started = int(time.time())

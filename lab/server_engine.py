@@ -69,21 +69,22 @@ class Generation:
         submitted_s: monotonic time; likewise the others, which are None before they happened.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, stream_interval: int = 1) -> None:
         self.job = job
         self.submitted_s = time.monotonic()
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.cached_tokens = 0
+        self._stream_interval = stream_interval
         self._new_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
 
     async def next(self) -> Delta:
-        """Wait until there is something new, and return all of it. After the end: never again."""
-        if not self._new_tokens:
+        """Wait until there is enough to send, and return all of it. After the end: never again."""
+        if not self._ready():
             await self._wait()
         new_tokens, self._new_tokens = self._new_tokens, 0
         return Delta(new_tokens, self._finish_reason, self.cached_tokens)
@@ -91,7 +92,7 @@ class Generation:
     async def all(self) -> Delta:
         """Wait for the end, and return everything; for consumers that call this alone."""
         self._waits_for_end = True
-        if self._finish_reason is None:
+        if not self._ready():
             await self._wait()
         return Delta(self._new_tokens, self._finish_reason, self.cached_tokens)
 
@@ -103,10 +104,16 @@ class Generation:
         self.last_token_s = now_s
         self._new_tokens += output.new_tokens
         self._finish_reason = output.finish_reason
-        if self._waits_for_end and output.finish_reason is None:
-            return
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done() and self._ready():
             self._waiter.set_result(None)
+
+    def _ready(self) -> bool:
+        """Whether the consumer need not wait: the first token and the end are never held back."""
+        if self._finish_reason is not None:
+            return True
+        if self._waits_for_end or not self._new_tokens:
+            return False
+        return self._new_tokens >= self._stream_interval or self.first_token_s == self.last_token_s
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -120,6 +127,7 @@ class LiveEngine:
         engine: stepped by this object alone.
         publish: sends block events; called once a step that has any.
         observe: sees each step when it is due, with all unfinished generations and the time.
+        stream_interval: a stream gets its tokens this many at a time, but for the first one.
 
     Attributes:
         stalled_until_s: no step begins before this monotonic time.
@@ -130,8 +138,10 @@ class LiveEngine:
         engine: Engine,
         publish: Callable[[list[Event]], Any],
         observe: Callable[[StepResult, dict[str, Generation], float], Any],
+        stream_interval: int = 1,
     ) -> None:
         self.engine = engine
+        self._stream_interval = stream_interval
         self.stalled_until_s = 0.0
         self._publish = publish
         self._observe = observe
@@ -161,7 +171,7 @@ class LiveEngine:
                 report_hits=job.report_hits,
             )
         )
-        generation = Generation(job)
+        generation = Generation(job, self._stream_interval)
         self._generations[job.request_id] = generation
         self._wake.set()
         return generation
@@ -180,7 +190,8 @@ class LiveEngine:
                 self._wake.clear()
                 await self._wake.wait()
                 due_s = max(due_s, time.monotonic())
-            await asyncio.sleep(max(0.0, self.stalled_until_s - time.monotonic()))
+            if (stalled_s := self.stalled_until_s - time.monotonic()) > 0:
+                await asyncio.sleep(stalled_s)
             result = self.engine.step()
             events = self._wire_events(result.events)
             due_s = max(due_s, time.monotonic() - _LAG_S_MAX) + result.duration_s

@@ -1,48 +1,112 @@
 """The emulated engine's `/metrics`: vLLM 0.32's names, labels and buckets.
 
 Gauges change when a step's outputs are due, not when a request comes, as in vLLM: they lag the
-truth by an engine step. The counters of tokens and requests do too.
+truth by an engine step. The counters of tokens and requests do too. A step costs plain additions;
+Prometheus' own objects are made for a scrape only.
 
 Source: vllm/v1/metrics/loggers.py of vLLM 0.32 (names and meanings).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from lab.engine_types import EngineConfig, Output, StepResult
 from lab.server_engine import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_TTFT_BUCKETS = (
+_LABELS = ("model_name", "engine")
+_FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_TOKEN_BUCKETS = (
+_TOKEN_S = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
 )
-_REQUEST_BUCKETS = (
+_REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_LABELS = ("model_name", "engine")
+_STEP_TOKENS_MAX = 16_384
+_SECONDS = {
+    "time_to_first_token": _FIRST_TOKEN_S,
+    "inter_token_latency": _TOKEN_S,
+    "request_time_per_output_token": _TOKEN_S,
+    "e2e_request_latency": _REQUEST_S,
+    "request_queue_time": _REQUEST_S,
+    "request_prefill_time": _REQUEST_S,
+    "request_decode_time": _REQUEST_S,
+    "request_inference_time": _REQUEST_S,
+}
+_COUNTS = (
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_prefill_kv_computed_tokens",
+)
+_COUNTERS = (
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+)
+_REASONS = ("stop", "length", "abort", "error")
 
 
-class ServerMetrics:
+class _Histogram:
+    """Counts of values by upper bound, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """Return (bound, values up to it) for each bound, and the sum of all."""
+        total, buckets = 0, []
+        names = [*map(str, self._bounds), "+Inf"]
+        for name, count in zip(names, self._counts, strict=True):
+            total += count
+            buckets.append((name, float(total)))
+        return buckets, self._sum
+
+
+class ServerMetrics(Collector):
     """Everything that `/metrics` shows."""
 
     def __init__(self, model_name: str, config: EngineConfig) -> None:
-        self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
-        self._max_model_len = config.max_model_len
-        self._gauges()
-        self._counters()
-        self._histograms()
-        self._cache_info(config)
+        self._config = config
+        self._last: StepResult | None = None
+        self._counters = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._success = Counter(dict.fromkeys(_REASONS, 0))
+        self._rejections = 0
+        lengths = _powers(config.max_model_len)
+        self._histograms = {
+            **{f"{name}_seconds": _Histogram(bounds) for name, bounds in _SECONDS.items()},
+            **{name: _Histogram(lengths) for name in _COUNTS},
+            "iteration_tokens_total": _Histogram(_powers(_STEP_TOKENS_MAX)),
+        }
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
     def exposition(self) -> bytes:
         """Return the text that a scrape gets."""
@@ -52,128 +116,98 @@ class ServerMetrics:
         self, result: StepResult, generations: Mapping[str, Generation], now_s: float
     ) -> None:
         """Record one engine step; call it before the generations get its outputs."""
-        self.running.set(result.running)
-        self.waiting.set(result.waiting)
-        self.waiting_capacity.set(result.waiting)
-        self.kv_usage.set(result.kv_usage)
-        if result.preempted:
-            self.preemptions.inc(len(result.preempted))
-        if result.queries:
-            self.queries.inc(result.queries)
-            self.hits.inc(result.hits)
+        self._last = result
+        counters = self._counters
+        counters["num_preemptions"] += len(result.preempted)
+        counters["prefix_cache_queries"] += result.queries
+        counters["prefix_cache_hits"] += result.hits
         if result.steps:
-            self.iteration_tokens.observe(sum(result.scheduled_tokens.values()))
+            tokens = sum(result.scheduled_tokens.values())
+            self._histograms["iteration_tokens_total"].observe(tokens)
         for request_id in result.scheduled_tokens:
             generation = generations.get(request_id)
             if generation is not None and generation.scheduled_s is None:
                 generation.scheduled_s = max(generation.submitted_s, now_s - result.duration_s)
-        if result.outputs:
-            self.generation_tokens.inc(sum(output.new_tokens for output in result.outputs))
         for output in result.outputs:
+            counters["generation_tokens"] += output.new_tokens
             generation = generations.get(output.request_id)
             if generation is not None:
                 self._observe_output(output, generation, now_s)
 
     def observe_rejection(self) -> None:
         """Count a request that the queue limit kept out."""
-        self.rejections.labels(*self._labels, "max_num_queued_reqs").inc()
+        self._rejections += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family, for Prometheus' registry."""
+        yield from self._gauges()
+        for name, value in self._counters.items():
+            yield self._counter(name, value)
+        yield self._split("prompt_tokens_by_source", "source", self._sources())
+        yield self._split("request_success", "finished_reason", self._success)
+        rejections = {"max_num_queued_reqs": self._rejections}
+        yield self._split("admission_rejections", "reason", rejections)
+        for name, histogram in self._histograms.items():
+            family = HistogramMetricFamily(f"vllm:{name}", _help(name), labels=_LABELS)
+            buckets, total = histogram.cumulative()
+            family.add_metric(self._labels, buckets, total)
+            yield family
 
     def _observe_output(self, output: Output, generation: Generation, now_s: float) -> None:
+        histograms = self._histograms
         if output.cached_tokens is not None:
             prompt_tokens = len(generation.job.prompt_ids)
-            self.ttft.observe(now_s - generation.submitted_s)
-            self.prompt_tokens.inc(prompt_tokens)
-            self.prompt_tokens_cached.inc(output.cached_tokens)
-            self.prompt_tokens_computed_here.inc(prompt_tokens - output.cached_tokens)
-            self.prompt_tokens_hit_here.inc(output.cached_tokens)
-            self.prefill_kv_computed.observe(prompt_tokens - output.cached_tokens)
+            self._counters["prompt_tokens"] += prompt_tokens
+            self._counters["prompt_tokens_cached"] += output.cached_tokens
+            computed = prompt_tokens - output.cached_tokens
+            histograms["request_prefill_kv_computed_tokens"].observe(computed)
+            first_s = now_s - generation.submitted_s
+            histograms["time_to_first_token_seconds"].observe(first_s)
         elif generation.last_token_s is not None:
-            self.itl.observe(now_s - generation.last_token_s)
+            gap_s = now_s - generation.last_token_s
+            histograms["inter_token_latency_seconds"].observe(gap_s)
         if output.finish_reason is not None:
-            self.success.labels(*self._labels, output.finish_reason).inc()
+            self._success[output.finish_reason] += 1
             self._observe_end(generation, now_s)
 
     def _observe_end(self, generation: Generation, now_s: float) -> None:
+        histograms = self._histograms
         tokens = len(generation.job.answer.token_ids)
         scheduled_s = generation.scheduled_s or now_s
         first_s = generation.first_token_s or now_s
-        self.e2e.observe(now_s - generation.submitted_s)
-        self.queue_time.observe(scheduled_s - generation.submitted_s)
-        self.prefill_time.observe(first_s - scheduled_s)
-        self.decode_time.observe(now_s - first_s)
-        self.inference_time.observe(now_s - scheduled_s)
-        self.request_prompt_tokens.observe(len(generation.job.prompt_ids))
-        self.request_generation_tokens.observe(tokens)
+        spans_s = {
+            "e2e_request_latency": now_s - generation.submitted_s,
+            "request_queue_time": scheduled_s - generation.submitted_s,
+            "request_prefill_time": first_s - scheduled_s,
+            "request_decode_time": now_s - first_s,
+            "request_inference_time": now_s - scheduled_s,
+        }
+        for name, span_s in spans_s.items():
+            histograms[f"{name}_seconds"].observe(span_s)
         if tokens > 1:
-            self.tpot.observe((now_s - first_s) / (tokens - 1))
+            tpot_s = (now_s - first_s) / (tokens - 1)
+            histograms["request_time_per_output_token_seconds"].observe(tpot_s)
+        histograms["request_prompt_tokens"].observe(len(generation.job.prompt_ids))
+        histograms["request_generation_tokens"].observe(tokens)
 
-    def _gauges(self) -> None:
-        self.running = self._gauge("num_requests_running", "Requests in the batch.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
-        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        by_reason = Gauge(
-            "vllm:num_requests_waiting_by_reason",
-            "Requests in the queue, by what keeps them there.",
-            (*_LABELS, "reason"),
-            registry=self._registry,
-        )
-        self.waiting_capacity = by_reason.labels(*self._labels, "capacity")
-        by_reason.labels(*self._labels, "deferred").set(0)
-        sleep = Gauge(
-            "vllm:engine_sleep_state",
-            "1 for the state the engine is in.",
-            (*_LABELS, "sleep_state"),
-            registry=self._registry,
-        )
-        sleep.labels(*self._labels, "awake").set(1)
+    def _gauges(self) -> Iterator[Metric]:
+        last = self._last
+        waiting = last.waiting if last else 0
+        yield self._gauge("num_requests_running", last.running if last else 0)
+        yield self._gauge("num_requests_waiting", waiting)
+        yield self._gauge("kv_cache_usage_perc", last.kv_usage if last else 0.0)
+        for name, label, values in (
+            ("num_requests_waiting_by_reason", "reason", {"capacity": waiting, "deferred": 0}),
+            ("engine_sleep_state", "sleep_state", {"awake": 1}),
+        ):
+            family = GaugeMetricFamily(f"vllm:{name}", _help(name), labels=(*_LABELS, label))
+            for key, value in values.items():
+                family.add_metric((*self._labels, key), value)
+            yield family
+        yield self._cache_info()
 
-    def _counters(self) -> None:
-        self.preemptions = self._counter("num_preemptions", "Requests preempted.")
-        self.queries = self._counter("prefix_cache_queries", "Tokens looked up.")
-        self.hits = self._counter("prefix_cache_hits", "Tokens found cached.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens hit.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        by_source = Counter(
-            "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from.",
-            (*_LABELS, "source"),
-            registry=self._registry,
-        )
-        self.prompt_tokens_computed_here = by_source.labels(*self._labels, "local_compute")
-        self.prompt_tokens_hit_here = by_source.labels(*self._labels, "local_cache_hit")
-        self.success = Counter(
-            "vllm:request_success",
-            "Requests that ended, by how.",
-            (*_LABELS, "finished_reason"),
-            registry=self._registry,
-        )
-        self.rejections = Counter(
-            "vllm:admission_rejections",
-            "Requests refused, by which limit.",
-            (*_LABELS, "reason"),
-            registry=self._registry,
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            self.success.labels(*self._labels, reason)
-
-    def _histograms(self) -> None:
-        tokens = _powers(self._max_model_len)
-        made = self._histogram
-        self.ttft = made("time_to_first_token_seconds", _TTFT_BUCKETS)
-        self.itl = made("inter_token_latency_seconds", _TOKEN_BUCKETS)
-        self.tpot = made("request_time_per_output_token_seconds", _TOKEN_BUCKETS)
-        self.e2e = made("e2e_request_latency_seconds", _REQUEST_BUCKETS)
-        self.queue_time = made("request_queue_time_seconds", _REQUEST_BUCKETS)
-        self.prefill_time = made("request_prefill_time_seconds", _REQUEST_BUCKETS)
-        self.decode_time = made("request_decode_time_seconds", _REQUEST_BUCKETS)
-        self.inference_time = made("request_inference_time_seconds", _REQUEST_BUCKETS)
-        self.request_prompt_tokens = made("request_prompt_tokens", tokens)
-        self.request_generation_tokens = made("request_generation_tokens", tokens)
-        self.prefill_kv_computed = made("request_prefill_kv_computed_tokens", tokens)
-        self.iteration_tokens = made("iteration_tokens_total", _powers(16_384))
-
-    def _cache_info(self, config: EngineConfig) -> None:
+    def _cache_info(self) -> Metric:
+        config = self._config
         slots = config.num_blocks * config.block_size
         facts = {
             "block_size": str(config.block_size),
@@ -184,24 +218,37 @@ class ServerMetrics:
             "prefix_caching_hash_algo": "xxh3",
             "engine": "0",
         }
-        info = Gauge(
-            "vllm:cache_config_info", "The cache's settings.", tuple(facts), registry=self._registry
-        )
-        info.labels(**facts).set(1)
+        name = "cache_config_info"
+        family = GaugeMetricFamily(f"vllm:{name}", _help(name), labels=tuple(facts))
+        family.add_metric(tuple(facts.values()), 1)
+        return family
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(*self._labels)
+    def _sources(self) -> dict[str, int]:
+        """Return prompt tokens by where their keys and values came from."""
+        cached = self._counters["prompt_tokens_cached"]
+        computed = self._counters["prompt_tokens"] - cached
+        return {"local_compute": computed, "local_cache_hit": cached}
 
-    def _counter(self, name: str, text: str) -> Counter:
-        made = Counter(f"vllm:{name}", text, _LABELS, registry=self._registry)
-        return made.labels(*self._labels)
+    def _gauge(self, name: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", _help(name), labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
 
-    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
-        text = name.replace("_", " ").capitalize() + "."
-        made = Histogram(
-            f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=tuple(buckets)
-        )
-        return made.labels(*self._labels)
+    def _counter(self, name: str, value: int) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", _help(name), labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _split(self, name: str, label: str, values: Mapping[str, int]) -> Metric:
+        """Return a counter with one more label."""
+        family = CounterMetricFamily(f"vllm:{name}", _help(name), labels=(*_LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
+
+
+def _help(name: str) -> str:
+    return name.replace("_", " ").capitalize() + "."
 
 
 def _powers(largest: int) -> list[float]:

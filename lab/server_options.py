@@ -23,6 +23,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         num_blocks: KV blocks; 0 for what the profile's GPU holds.
         max_model_len: 0 for the model folder's.
         max_num_queued_reqs: running and waiting together; 0 for no limit.
+        stream_interval: tokens to a streamed chunk, but for the first; more of them save CPU.
         kv_port: of the event socket; 0 picks a free one, None publishes nothing.
     """
 
@@ -39,6 +40,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_num_queued_reqs: int = 0
+    stream_interval: int = 1
     prefix_caching: bool = True
     answer_tokens: int = 64
     api_key: str | None = None
@@ -82,6 +84,7 @@ def parse(arguments: list[str]) -> ServerOptions:
     add("--max-num-seqs", type=int, default=defaults.max_num_seqs)
     add("--max-num-batched-tokens", type=int, default=defaults.max_num_batched_tokens)
     add("--max-num-queued-reqs", type=int, default=0, help="beyond it 503; 0: no limit")
+    add("--stream-interval", type=int, default=1, help="tokens to a streamed chunk")
     add("--no-prefix-caching", dest="prefix_caching", action="store_false")
     add("--answer-tokens", type=int, default=defaults.answer_tokens, help="mean, where free to end")
     add("--api-key", help="answer 401 under /v1 without it")
@@ -104,4 +107,6 @@ def parse(arguments: list[str]) -> ServerOptions:
     ):
         if value < 0:
             parser.error(f"argument {flag}: {value} is negative")
+    if given.stream_interval < 1:
+        parser.error(f"argument --stream-interval: {given.stream_interval} is not positive")
     return ServerOptions(**vars(given))

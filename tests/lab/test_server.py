@@ -134,6 +134,15 @@ async def test_chat_stream_counts_usage_from_the_opening(client: Client) -> None
     assert chunks[-1]["usage"]["completion_tokens"] == 3
 
 
+async def test_stream_interval_sends_several_tokens_at_once() -> None:
+    """With an interval of 4 the first token comes alone, then four at a time, then the rest."""
+    async with serving(stream_interval=4, speed=5.0) as client:
+        body = {"prompt": PROMPT, "max_tokens": 11, "return_token_ids": True}
+        chunks = await client.stream(COMPLETION, body)
+        sizes = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
+        assert sizes == [1, 4, 4, 2]
+
+
 async def test_request_id_becomes_the_answers_id(client: Client) -> None:
     """X-Request-Id names the answer, and two requests may carry the same."""
     body = {"prompt": PROMPT, "max_tokens": 20}

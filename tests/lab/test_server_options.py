@@ -44,6 +44,7 @@ def test_flags_reach_the_engine() -> None:
         ("--speed 0", "--speed"),
         ("--blocks -1", "--blocks"),
         ("--answer-tokens -1", "--answer-tokens"),
+        ("--stream-interval 0", "--stream-interval"),
         ("--profile h1", "--profile"),
         ("--port x", "--port"),
     ],
