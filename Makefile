@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm check format vllm-env bench sim clean
+.PHONY: help up test test-vllm check format vllm-env sim clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,12 +16,12 @@ $(VENV)/.run: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"Multiplane needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON=/path/to/python3.11"'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Multiplane into $(VENV) (once) …"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[embedded]'
+	@$(INSTALL) -e '.[embedded]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Installing what the tests need (once) …"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@$(INSTALL) -e '.[dev]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
 up: $(VENV)/.run ## Start a whole plane here: NATS, emulated engines, sidecars, routers. ARGS="--help" lists what it can do.
@@ -34,6 +35,9 @@ test-vllm: $(VENV)/.dev ## Run the tests against real vLLM on this CPU (builds i
 
 vllm-env: ## Build the environment with real vLLM for the CPU, and print its interpreter.
 	@$(PYTHON) tests/vllm_env/build.py
+
+sim: $(VENV)/.dev ## Run the simulated world once. SEED=7 repeats that run.
+	@$(BIN)/python -m tests.sim.run --seed $(or $(SEED),$(shell date +%s)) $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint and types, as CI runs them.
 	@$(BIN)/ruff format --check .
