@@ -145,8 +145,7 @@ class ServerMetrics(Collector):
             yield self._counter(name, value)
         yield self._split("prompt_tokens_by_source", "source", self._sources())
         yield self._split("request_success", "finished_reason", self._success)
-        rejections = {"max_num_queued_reqs": self._rejections}
-        yield self._split("admission_rejections", "reason", rejections)
+        yield self._rejected()
         for name, histogram in self._histograms.items():
             family = HistogramMetricFamily(f"vllm:{name}", _help(name), labels=_LABELS)
             buckets, total = histogram.cumulative()
@@ -221,6 +220,13 @@ class ServerMetrics(Collector):
         name = "cache_config_info"
         family = GaugeMetricFamily(f"vllm:{name}", _help(name), labels=tuple(facts))
         family.add_metric(tuple(facts.values()), 1)
+        return family
+
+    def _rejected(self) -> Metric:
+        """Return what the API process refused: of no engine, so without its label."""
+        name = "admission_rejections"
+        family = CounterMetricFamily(f"vllm:{name}", _help(name), labels=("model_name", "reason"))
+        family.add_metric((self._labels[0], "max_num_queued_reqs"), self._rejections)
         return family
 
     def _sources(self) -> dict[str, int]:
