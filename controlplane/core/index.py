@@ -13,11 +13,10 @@ Invariants, held between any two calls (`check` asserts them):
   slot's number; equal masks of several owners are mostly one object as well (`_shared`, bounded);
 - `count` and `digest` of a slot are those of the set of its bits.
 
-The dict is split by the hash's leading bits into shards of at most some ten thousand blocks.
-A dict that grows is rebuilt as a whole, and at a million entries that pauses everything for tens
-of milliseconds; a shard's rebuild is not noticed. A sweep goes shard by shard for the same
-reason, and needs no list of who owns what: one pass over the index erases all slots that were
-dead when it began.
+The dict is split into 256 shards by the hash's highest byte. A dict that grows is rebuilt as a
+whole, and at a million entries that pauses everything for tens of milliseconds; rebuilding a shard
+of an index of millions takes two or three. A sweep goes shard by shard for the same reason, and needs
+no list of who owns what: one pass over the index erases all slots that were dead when it began.
 
 Only ints and dicts of ints are kept per block, which the cyclic garbage collector does not track:
 a router that calls `gc.freeze()` once its index is filled has collections that do not visit it.
@@ -39,8 +38,11 @@ from controlplane.core.slots import IntArray, SlotState, SlotTable, slots_in
 
 Packed = bytes | memoryview
 
-SHARD_BLOCKS = 32_768
-"""Blocks in a shard when the index is full: rebuilding one takes about two milliseconds."""
+SHARDS = 256
+"""One for each value of a hash's highest byte, which is the last one on the bus."""
+
+SHARD_SHIFT = 56
+"""What takes a hash to its shard."""
 
 SHARED_MASKS_MAX = 65_536
 """Masks of several owners that are remembered so that equal ones are one object."""
@@ -108,9 +110,7 @@ class PrefixIndex:
         self._slots = SlotTable(slots_max)
         self._counts: list[int] = []
         self._digests: list[int] = []
-        shard_bits = max(4, min(16, (blocks_max // SHARD_BLOCKS).bit_length()))
-        self._shift = 64 - shard_bits
-        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(1 << shard_bits)]
+        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(SHARDS)]
         self._gets: list[Callable[[BlockHash, int], int]] = [s.get for s in self._shards]
         self._blocks = 0
         self._shared: dict[int, int] = {}
@@ -177,12 +177,12 @@ class PrefixIndex:
         refusal = self._refusal(slot, hashes)
         if refusal is not None:
             return refusal
-        shards, shift, bit = self._shards, self._shift, self._slots.bits[slot]
+        shards, bit = self._shards, self._slots.bits[slot]
         known: list[BlockHash] = []
         shared = new = 0
         old: int | None = None
-        for block in hashes:
-            shard = shards[block >> shift]
+        for block, number in zip(hashes, packed[7::8], strict=True):
+            shard = shards[number]
             mask = shard.get(block)
             if mask is None:
                 shard[block] = bit
@@ -215,12 +215,12 @@ class PrefixIndex:
         """
         assert self._slots.writable(slot)
         hashes = unpack_hashes(packed)
-        shards, shift, bit = self._shards, self._shift, self._slots.bits[slot]
+        shards, bit = self._shards, self._slots.bits[slot]
         absent: list[BlockHash] = []
         shared = new = 0
         old: int | None = None
-        for block in hashes:
-            shard = shards[block >> shift]
+        for block, number in zip(hashes, packed[7::8], strict=True):
+            shard = shards[number]
             mask = shard.get(block, 0)
             if mask == bit:
                 del shard[block]
@@ -313,7 +313,7 @@ class PrefixIndex:
         count = len(hashes) if blocks is None else min(blocks, len(hashes))
         if not count:
             return NO_MATCH
-        gets, shift = self._gets, self._shift
+        gets, shift = self._gets, SHARD_SHIFT
         live, hidden = self._slots.live, self._slots.hidden
         first = hashes[0]
         here = gets[first >> shift](first, 0) & live
@@ -433,7 +433,7 @@ class PrefixIndex:
         return tables + self._blocks * KEY_BYTES + masks + bits + arrays
 
     def _mask(self, block: BlockHash) -> int:
-        return self._shards[block >> self._shift].get(block, 0)
+        return self._shards[block >> SHARD_SHIFT].get(block, 0)
 
     def check(self) -> None:
         """Assert every invariant; for tests: it visits all blocks."""
@@ -441,7 +441,7 @@ class PrefixIndex:
         counts, digests = [0] * self.slots, [0] * self.slots
         for number, shard in enumerate(self._shards):
             for block, mask in shard.items():
-                assert block >> self._shift == number
+                assert block >> SHARD_SHIFT == number
                 assert mask > 0
                 for slot in slots_in(mask).tolist():
                     counts[slot] += 1
