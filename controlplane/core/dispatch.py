@@ -26,7 +26,7 @@ from controlplane.core.policies import make_policy
 from controlplane.core.scoring import BoolArray, Choice, FleetView, IntArray, Policy
 from controlplane.core.stream import Trust
 from controlplane.core.verdicts import CLASS_DEPTHS, Verdicts, outgrows
-from schemas.bus import Candidate, ClassCoverage, Finished, Prefilled, Routed
+from schemas.bus import Candidate, ClassCoverage, Finished, Prefilled, Routed, RouterTotals
 
 PROGRESS_TOKENS_MIN = 2048
 """Partial prefill progress is told to the other routers in steps of at least this many tokens."""
@@ -188,6 +188,7 @@ class Dispatcher:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.tickets: dict[int, Ticket] = {}
+        self._untold: dict[int, Ticket] = {}  # those of `tickets` whose `untold` is not 0
         self.batch_cap = batch_cap
         self._fleet = fleet
         self._ledger = ledger
@@ -417,16 +418,25 @@ class Dispatcher:
         return low
 
     def _release(self, ticket: Ticket, left: int, ttft_s: float | None) -> None:
-        ticket.untold += self._ledger.prefilled(ticket.booking, left)
+        booking = ticket.booking
+        ticket.untold += self._ledger.prefilled(booking, left)
         if left == 0:
-            ticket.decision.instance.awaiting.pop(id(ticket.booking), None)
+            ticket.decision.instance.awaiting.pop(id(booking), None)
         if ticket.untold >= PROGRESS_TOKENS_MIN or (left == 0 and ticket.untold):
             self._outbox.add(
-                Prefilled(
-                    ticket.booking.request_id, ticket.booking.instance_id, ticket.untold, ttft_s
-                )
+                Prefilled(booking.request_id, booking.instance_id, ticket.untold, ttft_s)
             )
             ticket.untold = 0
+            self._untold.pop(id(booking), None)
+        elif ticket.untold:
+            self._untold[id(booking)] = ticket
+
+    def tell_totals(self) -> None:
+        """Tell the others all that is booked; progress that they were not told of is in it."""
+        for ticket in self._untold.values():
+            ticket.untold = 0
+        self._untold.clear()
+        self._outbox.add(RouterTotals(self._ledger.own_totals()))
 
     def finish(
         self,
@@ -451,6 +461,7 @@ class Dispatcher:
         if not self._ledger.finish(booking):
             return False
         del self.tickets[id(booking)]
+        self._untold.pop(id(booking), None)
         decision.instance.awaiting.pop(id(booking), None)
         self.counts[f"outcome:{outcome}"] += 1
         self._outbox.add(

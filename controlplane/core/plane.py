@@ -47,7 +47,6 @@ from schemas.bus import (
     PolicyOverride,
     RouteBatch,
     RouterLease,
-    RouterTotals,
     SnapshotChunk,
 )
 
@@ -294,7 +293,7 @@ class Plane:
         self.index.sweep(self.config.sweep_blocks)
         if now_s >= self._totals_due_s:
             self._totals_due_s = now_s + self.config.totals_every_s
-            self.outbox.add(RouterTotals(self.ledger.own_totals()))
+            self.requests.tell_totals()
         return effects
 
     def _age(self, instance: Instance, now_s: float) -> list[Effect]:

@@ -11,6 +11,7 @@ from controlplane.core.events import (
     SnapshotFailed,
     Tick,
 )
+from controlplane.core.load import Ledger
 from controlplane.core.plane import Plane, PlaneConfig
 from controlplane.core.stream import Trust
 from schemas.bus import (
@@ -120,6 +121,33 @@ def test_prefill_progress_follows_the_block_stream() -> None:
     made.handle(a.store(hashes), 1.2)
     assert made.ledger.queued[0] == 0
     assert made.ledger.batch[0] == 1
+
+
+def test_totals_contain_the_progress_that_was_not_told() -> None:
+    """What the totals have taken into account is not subtracted once more afterwards."""
+    made, a = plane("a"), Publisher("a")
+    a.batch()
+    hashes = prompt(*range(1, 11))
+    decision = made.requests.decide(request(hashes), 1.0)
+    assert decision is not None
+    ticket = made.requests.book(decision, 1.0, 0.0)
+    unlike = made.requests.decide(request(prompt(*range(50, 60))), 1.0)
+    assert unlike is not None
+    made.requests.book(unlike, 1.0, 0.0)
+    other = Ledger("router-b")
+    made.handle(a.store(hashes[:4]), 1.1)
+    made.handle(Tick(), 1.2)
+    _tell(made, other)
+    assert other.of("a")["peer_queued"] == made.ledger.of("a")["own_queued"] == 16 * BLOCK + 10
+    made.requests.finish(ticket, "ok", 200, 2.0, 0.0)
+    _tell(made, other)
+    assert other.of("a")["peer_queued"] == made.ledger.of("a")["own_queued"] == 10 * BLOCK + 5
+
+
+def _tell(made: Plane, other: Ledger) -> None:
+    batch = made.outbox.take(0.0)
+    assert batch is not None
+    other.peer_message(batch, 0.0)
 
 
 def test_a_gap_leads_to_a_snapshot_and_back_to_exact() -> None:
