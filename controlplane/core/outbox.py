@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from schemas.bus import RouteBatch, RouteEvent
+from schemas.bus import RouteBatch, Routed, RouteEvent, RouterTotals
+
+BATCH_BYTES_MAX = 500_000
+"""Estimated size at which a batch ends: half of what the bus takes, since it is an estimate. A
+decision over a thousand instances alone is some 60 kB where all its candidates are recorded."""
 
 
 class Outbox:
@@ -35,10 +39,31 @@ class Outbox:
         self._events.append(event)
 
     def take(self, now_wall_s: float, batch_max: int = 256) -> RouteBatch | None:
-        """Return the next batch, at most `batch_max` events; None if there is nothing to say."""
+        """Return the next batch; None if there is nothing to say.
+
+        Args:
+            batch_max: most events in it; there are fewer if they are large (`BATCH_BYTES_MAX`).
+        """
         if not self._events:
             return None
-        events = [self._events.popleft() for _ in range(min(batch_max, len(self._events)))]
+        events = [self._events.popleft()]
+        nbytes = _bytes_of(events[0])
+        while self._events and len(events) < batch_max:
+            nbytes += _bytes_of(self._events[0])
+            if nbytes > BATCH_BYTES_MAX:
+                break
+            events.append(self._events.popleft())
         batch = RouteBatch(self._router_id, self._epoch, self._seq, now_wall_s, events)
         self._seq += 1
         return batch
+
+
+def _bytes_of(event: RouteEvent) -> int:
+    """Return about how long an event is on the wire, rather more than less."""
+    if isinstance(event, RouterTotals):
+        return 64 + sum(len(name) + 32 for name in event.bookings)
+    fixed = 512 + len(event.request_id)
+    if not isinstance(event, Routed) or not event.candidates:
+        return fixed
+    name = event.candidates[0].instance_id
+    return fixed + len(event.candidates) * (len(name) + 48)
