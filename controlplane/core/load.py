@@ -33,12 +33,13 @@ class LoadConfig(msgspec.Struct, frozen=True):
     """Limits of the ledger.
 
     Attributes:
-        lease_s: silence after which a peer's bookings no longer count.
+        lease_s: silence after which a peer's bookings no longer count: eight totals missed. A
+            router that restarts with its clock set back is believed again after as long.
         foreign_window_s: half of the time over which known load may explain an engine's count.
         peers_max: routers whose bookings are kept; further ones are counted and ignored.
     """
 
-    lease_s: float = 3.0
+    lease_s: float = 2.0
     foreign_window_s: float = 1.0
     peers_max: int = 256
 
