@@ -46,7 +46,7 @@ ALONE_RATIO_MAX = 1.0
 BARRED_TOKENS_MIN = 8_192
 """Shorter prompts are measured but have no bars."""
 
-ROUNDS = 12
+ROUNDS = 24
 PROMPTS = 300
 
 
