@@ -132,6 +132,7 @@ CLOCKS = frozenset({"datetime.now", "datetime.utcnow", "datetime.today", "date.t
 
 # A test waits for a condition with a deadline. These are the deadline loops, and the slow peers.
 SLEEPERS: dict[str, str] = {
+    "tests/live/test_up.py": "waits for processes to end, with a deadline",
     "tests/bus/test_nats_bus.py": "plays a reader that is too slow, in its handler",
     "tests/vllm/harness.py": "waits for servers, with a deadline",
     "tests/vllm/kv_events.py": "waits for events, with a deadline",
