@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -386,12 +387,20 @@ class Dispatcher:
     def progress(self, instance: Instance, tickets_max: int = 32) -> None:
         """Release queued tokens whose blocks have appeared in an instance's block stream.
 
+        Args:
+            tickets_max: how many are looked at; with more than that they take turns.
+
         Complexity: a look-up or two a ticket whose prefill has not begun, a bisection otherwise.
         """
         slot = instance.slots.get(0)
         if slot is None:
             return
-        for ticket in list(instance.awaiting.values())[:tickets_max]:
+        awaiting = instance.awaiting
+        turns = len(awaiting) > tickets_max
+        for key in list(islice(awaiting, tickets_max)):
+            ticket = awaiting[key]
+            if turns:
+                awaiting[key] = awaiting.pop(key)
             request = ticket.decision.request
             depth = self._computed(slot, request.hashes, ticket.depth)
             if depth == ticket.depth:

@@ -197,7 +197,12 @@ class Plane:
 
     def _chunk(self, chunk: SnapshotChunk, now_s: float) -> list[Effect]:
         instance = self.fleet.get(chunk.instance_id)
-        return [] if instance is None else self.intake.chunk(instance, chunk, now_s)
+        if instance is None:
+            return []
+        effects = self.intake.chunk(instance, chunk, now_s)
+        if instance.awaiting and not instance.fetch:
+            self.requests.progress(instance)
+        return effects
 
     def _snapshot_failed(self, event: SnapshotFailed, now_s: float) -> list[Effect]:
         instance = self.fleet.get(event.instance_id)
@@ -305,8 +310,11 @@ class Plane:
         if now_s - instance.load_s > self.config.stale_s:
             self.ledger.forget_engine(instance_id)
         effects: list[Effect] = []
+        changed = now_s >= instance.blacklisted_until_s and not self.fleet.allowed[instance.row]
         if silent_s > self.config.stale_s and instance.trust is not Trust.STALE:
             instance.trust = Trust.STALE
             effects.append(Note("trust", instance_id, f"block set is {Trust.STALE}"))
-        self.fleet.refresh(instance, now_s)
+            changed = True
+        if changed:
+            self.fleet.refresh(instance, now_s)
         return effects

@@ -123,6 +123,34 @@ def test_prefill_progress_follows_the_block_stream() -> None:
     assert made.ledger.batch[0] == 1
 
 
+def test_progress_reaches_every_request_however_many_wait() -> None:
+    """Requests whose blocks do not come do not keep others from being looked at."""
+    made, a = plane("a"), Publisher("a")
+    a.batch()
+    prompts = [prompt(*range(100 * number, 100 * number + 4)) for number in range(1, 81)]
+    for hashes in prompts:
+        _go(made, hashes)
+    queued = made.ledger.queued[0]
+    made.handle(a.store(prompts[-1]), 1.1)
+    for _ in range(3):
+        made.handle(a.store(prompt(7)[:1]), 1.2)
+    assert made.ledger.queued[0] == queued - (4 * BLOCK + 5)
+
+
+def test_a_snapshot_is_progress_too() -> None:
+    """What was computed while batches were lost is released once the set is known again."""
+    made, a = plane("a"), Publisher("a")
+    a.batch()
+    made.handle(SnapshotFailed("a", "settle the join"), 1.0)
+    hashes = prompt(1, 2, 3, 4)
+    _go(made, hashes)
+    a.store(hashes)
+    made.handle(a.batch(), 1.1)
+    for chunk in a.snapshot(chunks=2):
+        made.handle(chunk, 1.2)
+    assert made.ledger.queued[0] == 0
+
+
 def test_totals_contain_the_progress_that_was_not_told() -> None:
     """What the totals have taken into account is not subtracted once more afterwards."""
     made, a = plane("a"), Publisher("a")
