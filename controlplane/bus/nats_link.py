@@ -296,8 +296,8 @@ class Link:
         """Drop the connection."""
         try:
             await self._client.close()
-        except OSError as error:
-            log.debug("while closing: %s", error)
+        except Exception as error:  # some versions stumble over a connection that never was
+            log.debug("while closing", exc_info=error)
 
     def _end(self) -> None:
         if not self.lost.is_set():
