@@ -95,9 +95,10 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
-async def test_it_ends_with_a_parent_that_is_killed() -> None:
+async def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Kill -9 of the parent leaves no server behind."""
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as parent:  # noqa: ASYNC220
+    command, env = [sys.executable, "-c", CHILD], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as parent:  # noqa: ASYNC220
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert alive(pid)
