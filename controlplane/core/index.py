@@ -15,8 +15,9 @@ Invariants, held between any two calls (`check` asserts them):
 
 The dict is split into 256 shards by the hash's highest byte. A dict that grows is rebuilt as a
 whole, and at a million entries that pauses everything for tens of milliseconds; rebuilding a shard
-of an index of millions takes two or three. A sweep goes shard by shard for the same reason, and needs
-no list of who owns what: one pass over the index erases all slots that were dead when it began.
+of an index of millions takes two or three. A sweep goes shard by shard for the same reason, and
+needs no list of who owns what: one pass over the index erases all slots that were dead when it
+began.
 
 Only ints and dicts of ints are kept per block, which the cyclic garbage collector does not track:
 a router that calls `gc.freeze()` once its index is filled has collections that do not visit it.
@@ -149,11 +150,6 @@ class PrefixIndex:
     def slots(self) -> int:
         """How many slot numbers were ever handed out: `hits` has one more element."""
         return len(self._slots)
-
-    @property
-    def live(self) -> int:
-        """Mask of the slots that count in `match`."""
-        return self._slots.live
 
     # --- changes --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from controlplane.core import index as index_module
 from controlplane.core.hashing import pack_hashes
 from controlplane.core.index import (
     NO_MATCH,
@@ -79,6 +80,20 @@ def test_hits_agree_however_masks_are_spread(slots: int):
         live_slot(index, prompt[:depth])
     for _ in range(2):  # the second time, masks are remembered
         assert index.hits(index.match(prompt)).tolist() == [*held, 0]
+
+
+def test_arrays_of_masks_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch):
+    """Beyond the bound they are made anew; so they are when there are more slots."""
+    monkeypatch.setattr(index_module, "INDICATORS_MAX", 1)
+    index = PrefixIndex()
+    prompts = [chain(seed, 9) for seed in range(3)]
+    for number in range(20):
+        for prompt in prompts:
+            live_slot(index, prompt[: 3 + number % 3])
+            expected = [3 + slot // 3 % 3 if slot % 3 == 0 else 0 for slot in range(index.slots)]
+            assert index.hits(index.match(prompts[0])).tolist() == [*expected, 0]
+            index.hits(index.match(prompts[1]))
+            index.check()
 
 
 def test_match_visits_few_blocks():
@@ -232,6 +247,15 @@ def test_slots_are_bounded():
     assert index.acquire_slot() is None
     sweep_all(index)
     assert index.acquire_slot() == second
+
+
+def test_a_set_can_be_read_back():
+    """An audit sees exactly the blocks of one slot."""
+    index = PrefixIndex()
+    slots = [live_slot(index, chain(seed, 300)) for seed in (1, 2)]
+    index.store(slots[0], pack_hashes(chain(2, 300)[:7]))
+    assert set(index.blocks(slots[0])) == {*chain(1, 300), *chain(2, 300)[:7]}
+    assert sorted(index.blocks(slots[1])) == sorted(chain(2, 300))
 
 
 def test_ragged_bytes_are_an_error():

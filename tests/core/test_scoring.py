@@ -113,6 +113,13 @@ def test_each_filter_excludes_and_yields_when_it_would_exclude_all(name: str):
         assert (choice.index, choice.ignored) == (winner, ignored)
 
 
+def test_filters_that_pass_everyone_restrict_nothing():
+    """The outcome tells a restricted choice from an unrestricted one."""
+    everyone = np.array([True, True])
+    choice = choose(fleet([1, 0], healthy=everyone, ready=everyone), request(10, cool=everyone))
+    assert (choice.index, choice.candidates, choice.ignored) == (1, None, ())
+
+
 def test_an_instance_at_its_batch_cap_has_no_room():
     """Below the cap there is room; at the cap there is none; if nowhere, the outcome says so."""
     view = fleet([3, 4], queued=[1000, 0], batch_cap=4)
