@@ -151,6 +151,11 @@ class PrefixIndex:
         """How many slot numbers were ever handed out: `hits` has one more element."""
         return len(self._slots)
 
+    @property
+    def live(self) -> int:
+        """Mask of the slots that count in `match`."""
+        return self._slots.live
+
     # --- changes --------------------------------------------------------------------------------
 
     def store(self, slot: int, packed: Packed) -> Refusal | None:

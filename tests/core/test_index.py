@@ -139,6 +139,7 @@ def test_a_shadow_slot_counts_only_once_published():
     index.publish_slot(new)
     index.release_slot(old)
     assert index.match(prompt) == Match(((10, 1 << new),))
+    assert index.live == 1 << new
     index.check()
 
 
