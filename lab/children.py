@@ -30,7 +30,8 @@ def _end_with_parent() -> None:
 class Child:
     """One child process in a session of its own, so that Ctrl-C reaches only its parent.
 
-    Start it from the main thread: children end with the thread that started them.
+    It may be started again once it has ended; its log goes on. Start it from the main thread:
+    children end with the thread that started them.
 
     Attributes:
         ready: what it said when it was ready.
@@ -60,7 +61,8 @@ class Child:
         Raises:
             ChildStartError: it ended, or said nothing for START_S_MAX.
         """
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
+        if self._log is None:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
         self._process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -76,7 +78,11 @@ class Child:
         except (TimeoutError, msgspec.DecodeError) as error:
             await self.kill()
             said = self.log().strip() or f"nothing within {START_S_MAX:.0f} s"
+            self.close()
             raise ChildStartError(f"{self.name} did not start; it said:\n{said}") from error
+        except asyncio.CancelledError:
+            await self.kill()
+            raise
 
     def log(self, bytes_max: int = 8192) -> str:
         """Return the end of what it wrote to standard error."""
@@ -94,21 +100,28 @@ class Child:
             assert self._process is not None
             self._process.send_signal(number)
 
+    def pause(self, *, on: bool) -> None:
+        """Freeze it, sockets open, or let it go on."""
+        self.signal(signal.SIGSTOP if on else signal.SIGCONT)
+
     async def wait(self) -> int:
         """Return its exit status once it has ended."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Ask it to end, and kill it if it takes longer than STOP_S_MAX."""
+        """Ask it to end, even if it is frozen, and kill it if it takes longer than STOP_S_MAX."""
+        if not self.running:
+            return
         self.signal(signal.SIGTERM)
+        self.pause(on=False)
         try:
             await asyncio.wait_for(self.wait(), STOP_S_MAX)
         except TimeoutError:
             await self.kill()
 
     async def kill(self) -> None:
-        """End it as a crash would."""
+        """End it as a crash would: no goodbye, connections reset."""
         self.signal(signal.SIGKILL)
         await self.wait()
 

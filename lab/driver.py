@@ -9,21 +9,13 @@ with the thread that started them, so even if its process is killed: start them 
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from types import TracebackType
-from typing import IO
 
 import msgspec
 
-START_S_MAX = 30.0
-STOP_S_MAX = 5.0
-
-
-class EngineStartError(RuntimeError):
-    """An engine ended or said nothing instead of serving; carries what it wrote to stderr."""
+from lab.children import Child
 
 
 class Endpoints(msgspec.Struct, frozen=True):
@@ -38,23 +30,36 @@ class Endpoints(msgspec.Struct, frozen=True):
     kv_endpoint: str | None
     kv_replay_endpoint: str | None
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that take the same ports again."""
+        flags = ["--port", str(self.port)]
+        for flag, endpoint in (
+            ("--kv-port", self.kv_endpoint),
+            ("--kv-replay-port", self.kv_replay_endpoint),
+        ):
+            if endpoint is not None:
+                flags += [flag, endpoint.rpartition(":")[2]]
+        return tuple(flags)
+
 
 class LocalInstance:
     """One emulated engine of a fleet.
 
+    Args:
+        flags: as for `python -m lab.server`.
+
     Attributes:
         name: `engine-0`, `engine-1` …
-        at: where it serves; the same after a restart, but for the process id.
+        at: where it serves, once started; the same after a restart, but for the process id.
     """
 
-    def __init__(
-        self, name: str, flags: Sequence[str], at: Endpoints, process: _Process, log: IO[bytes]
-    ) -> None:
+    at: Endpoints
+
+    def __init__(self, name: str, flags: Sequence[str]) -> None:
         self.name = name
-        self.flags = tuple(flags)
-        self.at = at
-        self._process = process
-        self._log = log
+        self._command = (sys.executable, "-m", "lab.server", *flags)
+        self._child = Child(name, self._command)
 
     @property
     def url(self) -> str:
@@ -64,18 +69,43 @@ class LocalInstance:
     @property
     def running(self) -> bool:
         """Whether its process lives."""
-        return self._process.returncode is None
+        return self._child.running
 
     def log(self) -> str:
-        """Return what it wrote to stderr so far."""
-        return _text(self._log)
+        """Return the end of what it wrote to stderr."""
+        return self._child.log()
 
-    def _signal(self, number: int) -> None:
-        if self.running:
-            self._process.send_signal(number)
+    async def start(self) -> None:
+        """Start it. Raises ChildStartError."""
+        await self._child.start()
+        self.at = msgspec.convert(self._child.ready, Endpoints)
 
+    async def stop(self) -> None:
+        """Ask it to end, and wait; it is killed if it takes too long."""
+        await self._child.stop()
 
-_Process = asyncio.subprocess.Process
+    async def kill(self) -> None:
+        """End it as a crash would: no goodbye, connections reset."""
+        await self._child.kill()
+
+    def pause(self, *, on: bool) -> None:
+        """Freeze its process, sockets open, or let it go on."""
+        self._child.pause(on=on)
+
+    async def restart(self) -> None:
+        """Kill it if it runs, and start it anew on the same ports with an empty cache.
+
+        Raises:
+            ChildStartError: it did not start.
+        """
+        await self.kill()
+        self._child.command = (*self._command, *self.at.flags)
+        await self.start()
+
+    async def close(self) -> None:
+        """End it, and forget its log."""
+        await self.stop()
+        self._child.close()
 
 
 class LocalFleet:
@@ -105,101 +135,24 @@ class LocalFleet:
         """Start `count` engines at once, with `flags` beside the fleet's own.
 
         Raises:
-            EngineStartError: one did not start; those that did are still in `instances`.
+            ChildStartError: one did not start; those that did are still in `instances`.
         """
-        started = await asyncio.gather(
-            *(self._start_one(flags) for _ in range(count)), return_exceptions=True
-        )
-        for each in started:
-            if isinstance(each, BaseException):
-                raise each
-        return [each for each in started if isinstance(each, LocalInstance)]
-
-    async def stop(self, instance: LocalInstance) -> None:
-        """Ask an engine to end, and wait; it is killed if it takes longer than STOP_S_MAX."""
-        instance._signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(instance._process.wait(), STOP_S_MAX)
-        except TimeoutError:
-            await self.kill(instance)
-
-    async def kill(self, instance: LocalInstance) -> None:
-        """End an engine as a crash would: no goodbye, connections reset."""
-        instance._signal(signal.SIGKILL)
-        await instance._process.wait()
-
-    async def pause(self, instance: LocalInstance, *, on: bool) -> None:
-        """Freeze an engine's process, sockets open, or let it go on."""
-        instance._signal(signal.SIGSTOP if on else signal.SIGCONT)
-
-    async def restart(self, instance: LocalInstance) -> None:
-        """Kill an engine if it runs, and start it anew on the same ports with an empty cache.
-
-        Raises:
-            EngineStartError: it did not start.
-        """
-        await self.kill(instance)
-        at = instance.at
-        ports = ["--port", str(at.port)]
-        for flag, endpoint in (
-            ("--kv-port", at.kv_endpoint),
-            ("--kv-replay-port", at.kv_replay_endpoint),
-        ):
-            if endpoint is not None:
-                ports += [flag, endpoint.rpartition(":")[2]]
-        instance._log.close()
-        instance._process, instance._log, instance.at = await _spawn((*instance.flags, *ports))
+        new = [self._new(flags) for _ in range(count)]
+        outcomes = await asyncio.gather(*(each.start() for each in new), return_exceptions=True)
+        for instance, outcome in zip(new, outcomes, strict=True):
+            if outcome is None:
+                self.instances.append(instance)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+        return new
 
     async def close(self) -> None:
         """End every engine."""
-        for instance in self.instances:
-            await self.pause(instance, on=False)
-        await asyncio.gather(*map(self.stop, self.instances))
-        for instance in self.instances:
-            instance._log.close()
+        await asyncio.gather(*(instance.close() for instance in self.instances))
         self.instances.clear()
 
-    async def _start_one(self, flags: Sequence[str]) -> LocalInstance:
+    def _new(self, flags: Sequence[str]) -> LocalInstance:
         name = f"engine-{self._count}"
         self._count += 1
-        all_flags = (*self.flags, *flags)
-        process, log, at = await _spawn(all_flags)
-        instance = LocalInstance(name, all_flags, at, process, log)
-        self.instances.append(instance)
-        return instance
-
-
-async def _spawn(flags: Sequence[str]) -> tuple[_Process, IO[bytes], Endpoints]:
-    """Start one process and wait until it serves. Raises EngineStartError."""
-    log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the engine
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "lab.server", "--die-with-parent", *flags),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=log,
-        start_new_session=True,  # Ctrl-C is for whoever started the fleet
-    )
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), START_S_MAX)
-        return process, log, msgspec.json.decode(line, type=Endpoints)
-    except (TimeoutError, msgspec.DecodeError) as error:
-        await _end(process)
-        said = _text(log).strip() or f"nothing within {START_S_MAX} s"
-        log.close()
-        raise EngineStartError(f"an emulated engine did not start; it said: {said}") from error
-    except asyncio.CancelledError:
-        await _end(process)
-        log.close()
-        raise
-
-
-async def _end(process: _Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
-
-
-def _text(log: IO[bytes]) -> str:
-    log.seek(0)
-    return log.read().decode(errors="replace")
+        return LocalInstance(name, (*self.flags, *flags))

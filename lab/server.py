@@ -12,7 +12,6 @@ Beside vLLM's routes: `GET /debug/blocks`, the truth about the prefix cache, and
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import itertools
 import os
@@ -43,7 +42,6 @@ from schemas.vllm_events import Event, encode_batch
 VERSION = "0.32.0+emulated"
 BODY_BYTES_MAX = 64 << 20
 KEEPALIVE_S = 5.0  # vLLM's default: idle client connections are closed after it
-_PR_SET_PDEATHSIG = 1
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -376,19 +374,6 @@ def _bytes(body: bytes, status: int = 200, content_type: str = "application/json
     return web.Response(body=body, status=status, headers={"Content-Type": content_type})
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends.
-
-    Raises:
-        OSError: the kernel refuses, or the parent is gone already.
-    """
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent or parent == 1:
-        raise OSError("the parent process is gone")
-
-
 async def serve(options: ServerOptions) -> None:
     """Serve until SIGTERM or SIGINT, having printed `Ready` as one JSON line."""
     stopping = asyncio.Event()
@@ -410,8 +395,6 @@ def main(arguments: list[str]) -> int:
     """Run from the command line, and return the exit status."""
     options = parse(arguments)
     try:
-        if options.die_with_parent:
-            die_with_parent()
         uvloop.run(serve(options))
     except (ValueError, OSError) as error:
         sys.stderr.write(f"lab.server: {error}\n")

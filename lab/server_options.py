@@ -49,7 +49,6 @@ class ServerOptions(msgspec.Struct, frozen=True):
     kv_topic: str = ""
     kv_buffer_steps: int = BUFFER_STEPS
     kv_encoding: str = "map"
-    die_with_parent: bool = False
 
     def engine_config(self, model: ServedModel) -> EngineConfig:
         """Return the engine's limits. Raises ValueError where they contradict each other."""
@@ -94,7 +93,6 @@ def parse(arguments: list[str]) -> ServerOptions:
     add("--kv-buffer-steps", type=int, default=defaults.kv_buffer_steps)
     add("--kv-encoding", default="map", choices=["map", "array"], help="array: vLLM before 0.24")
     add("--no-kv-events", dest="kv_port", action="store_const", const=None)
-    add("--die-with-parent", action="store_true", help="end when the starting process does")
     given = parser.parse_args(arguments)
     given.names = given.names or defaults.names
     if not given.speed > 0:

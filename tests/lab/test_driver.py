@@ -13,7 +13,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from lab.driver import EngineStartError, LocalFleet
+from lab.children import ChildStartError
+from lab.driver import LocalFleet
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -65,11 +66,11 @@ async def test_restart_keeps_ports_and_forgets_blocks() -> None:
         (instance,) = await fleet.start(1)
         before = instance.at
         assert await complete(instance.url, [5] * 40) == 200
-        await fleet.kill(instance)
+        await instance.kill()
         assert not instance.running
         with pytest.raises(aiohttp.ClientConnectionError):
             await blocks(instance.url)
-        await fleet.restart(instance)
+        await instance.restart()
         assert instance.running
         assert instance.at.pid != before.pid
         assert (instance.url, instance.at.kv_endpoint) == (before.url, before.kv_endpoint)
@@ -80,20 +81,20 @@ async def test_paused_engine_answers_after_it_goes_on() -> None:
     """A frozen process keeps its connections and answers late."""
     async with LocalFleet(*FLAGS) as fleet:
         (instance,) = await fleet.start(1)
-        await fleet.pause(instance, on=True)
+        instance.pause(on=True)
         waiting = asyncio.create_task(complete(instance.url, [5] * 40))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 0.2)
-        await fleet.pause(instance, on=False)
+        instance.pause(on=False)
         assert await waiting == 200
 
 
 async def test_engine_that_cannot_start_says_why() -> None:
     """A bad flag or impossible limits end in an error that carries the engine's own words."""
     async with LocalFleet(*FLAGS) as fleet:
-        with pytest.raises(EngineStartError, match="do not hold max_model_len"):
+        with pytest.raises(ChildStartError, match="do not hold max_model_len"):
             await fleet.start(1, "--blocks", "2")
-        with pytest.raises(EngineStartError, match="--speed"):
+        with pytest.raises(ChildStartError, match="--speed"):
             await fleet.start(1, "--speed", "0")
 
 

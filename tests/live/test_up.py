@@ -207,7 +207,7 @@ async def test_the_load_generator_counts_what_fails() -> None:
         view = BusView()
         bus = await NatsBus.connect(stack.nats_url, name="view")
         await view.follow(bus)
-        await stack.fleet.kill(stack.fleet.instances[0])
+        await stack.fleet.instances[0].kill()
         planned = plan(sample_trace().cut(0.0, 30.0).faster(30.0).within(8000), "tiny")[:5]
         results = await run_load(stack.url, planned)
         await bus.close()
