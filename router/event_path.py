@@ -35,6 +35,8 @@ from schemas.codec import RemoteError, encode
 
 logger = logging.getLogger(__name__)
 
+_SWEEPS_MAX = 100  # steps a tick
+
 _DECODERS: dict[str, Callable[[bytes], Event]] = {
     "kv": messages.decode_kv,
     "load": messages.decode_load,
@@ -260,6 +262,15 @@ class EventPath:
                 self._instances_changed()
             self._ticked(now_s)
             self.flush()
+            await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Erase what departed, in steps between which requests get their turn."""
+        for served in list(self._directory):
+            for _ in range(_SWEEPS_MAX):
+                if not served.plane.sweep():
+                    break
+                await asyncio.sleep(0)
 
     def breaker(self, served: ServedModel, instance_id: str, is_open: bool) -> None:
         """Tell a plane what the data plane found."""

@@ -281,8 +281,7 @@ class Dispatcher:
         if not request.hashes:
             return NO_MATCH, None
         usable = usable_blocks(request.prompt_tokens, request.block_size)
-        hashes = request.hashes
-        match = self._index.match(hashes if usable >= len(hashes) else hashes[:usable])
+        match = self._index.match(request.hashes, usable)
         if not match.levels:
             return match, None
         by_slot = self._index.hits(match, request.block_size)

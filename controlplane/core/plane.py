@@ -62,7 +62,7 @@ class PlaneConfig(msgspec.Struct, frozen=True):
         blind_s: with every instance stale for this long, even load is unknown: round robin.
         batch_cap: largest batch of an instance; None for no cap.
         totals_every_s: how often `RouterTotals` are published.
-        sweep_blocks: departed blocks swept a tick.
+        sweep_blocks: blocks swept at a time: about half a millisecond.
         route_events_max: route events kept for the next batch; the oldest go beyond it.
         tier_credit: what a hit token is worth, by memory tier.
         audit_candidates: share of decisions whose candidates are recorded in full, 0 to 1.
@@ -75,7 +75,7 @@ class PlaneConfig(msgspec.Struct, frozen=True):
     blind_s: float = 60.0
     batch_cap: int | None = None
     totals_every_s: float = 0.25
-    sweep_blocks: int = 20_000
+    sweep_blocks: int = 2_000
     route_events_max: int = 10_000
     tier_credit: tuple[float, ...] = (1.0, 0.75, 0.5)
     audit_candidates: float = 1.0
@@ -295,11 +295,15 @@ class Plane:
             for router_id in self.ledger.expire_peers(now_s)
         ]
         self.verdicts.expire(now_s)
-        self.index.sweep(self.config.sweep_blocks)
+        self.sweep()
         if now_s >= self._totals_due_s:
             self._totals_due_s = now_s + self.config.totals_every_s
             self.requests.tell_totals()
         return effects
+
+    def sweep(self) -> bool:
+        """Erase some of what departed; whether there is more. Call as often as there is time."""
+        return self.index.sweep(self.config.sweep_blocks) > 0
 
     def _age(self, instance: Instance, now_s: float) -> list[Effect]:
         """Let an instance grow stale, and depart, by its silence."""
