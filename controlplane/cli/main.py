@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from controlplane.cli import bus_command, errors, operator_commands
+from controlplane.cli.detector_command import detector
 from controlplane.cli.doctor_command import doctor
 from controlplane.cli.router_command import router
 from controlplane.cli.sidecar_command import USAGE, sidecar
@@ -41,6 +42,7 @@ def root(
 app.command()(up)
 app.command()(router)
 app.command(context_settings=USAGE)(sidecar)
+app.command()(detector)
 app.command()(doctor)
 app.command()(operator_commands.instances)
 app.command()(operator_commands.drain)

@@ -32,7 +32,7 @@ shorter one makes no streak either: its holders are barred, so M has no score.
 Leading. Several detectors see the same requests and keep the same counts and streaks; only the one
 with `leading` set decides. The others `adopt` and `forget` what it decides, and go on from there
 when they take over. A detector that has just started has an empty window: until it has watched for
-a whole one, verdicts that it adopted are not cleared for want of requests (nor judged on a handful of them).
+a whole one, verdicts that it adopted are not cleared for want of requests, nor judged on a handful.
 
 Bounds: the window's requests, `standing_max` verdicts, and at most
 depths × requests_max / requests_min alarmed classes, since an alarm needs `requests_min`.

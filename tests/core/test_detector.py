@@ -133,24 +133,24 @@ def test_adopting_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("kind", "fields", "named"),
     [
-        ({"window_s": 0.0}, "window_s"),
-        ({"ttl_s": -1.0}, "ttl_s"),
-        ({"give_up_s": 0.0}, "give_up_s"),
-        ({"requests_min": 0}, "requests_min"),
-        ({"streak_per_holder": 0}, "streak_per_holder"),
-        ({"standing_max": 0}, "standing_max"),
-        ({"requests_max": 10, "requests_min": 20}, "no class could ever be alarmed"),
-        ({"trouble": {"damping_max": 0}}, "damping_max"),
-        ({"trouble": {"share_min": 0.0}}, "share_min"),
-        ({"trouble": {"calm_s": -1.0}}, "calm_s"),
-        ({"trouble": {"classes_max": 0}}, "classes_max"),
+        (DetectorConfig, {"window_s": 0.0}, "window_s"),
+        (DetectorConfig, {"ttl_s": -1.0}, "ttl_s"),
+        (DetectorConfig, {"give_up_s": 0.0}, "give_up_s"),
+        (DetectorConfig, {"requests_min": 0}, "requests_min"),
+        (DetectorConfig, {"streak_per_holder": 0}, "streak_per_holder"),
+        (DetectorConfig, {"standing_max": 0}, "standing_max"),
+        (DetectorConfig, {"requests_max": 10, "requests_min": 20}, "no class could ever"),
+        (TroubleConfig, {"damping_max": 0}, "damping_max"),
+        (TroubleConfig, {"share_min": 0.0}, "share_min"),
+        (TroubleConfig, {"calm_s": -1.0}, "calm_s"),
+        (TroubleConfig, {"classes_max": 0}, "classes_max"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(fields: dict[str, object], named: str) -> None:
+def test_settings_that_make_no_sense_are_refused(
+    kind: type[DetectorConfig | TroubleConfig], fields: dict[str, float], named: str
+) -> None:
     """The error names the setting."""
     with pytest.raises(ValueError, match=named):
-        if "trouble" in fields:
-            TroubleConfig(**fields["trouble"])  # type: ignore[arg-type]
-        DetectorConfig(**fields)  # type: ignore[arg-type]
+        kind(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""The detector service: watches what routers decide, and says where a class outgrows its caches."""
