@@ -19,134 +19,21 @@ import msgspec
 import numpy as np
 
 from controlplane.core import scoring
+from controlplane.core.decision import Decision as Decision
+from controlplane.core.decision import RouteRequest as RouteRequest
+from controlplane.core.decision import added, holders_of
 from controlplane.core.fleet import Fleet, Instance
 from controlplane.core.index import NO_MATCH, Match, PrefixIndex, usable_blocks
 from controlplane.core.load import Booking, Ledger
 from controlplane.core.outbox import Outbox
 from controlplane.core.policies import make_policy
-from controlplane.core.scoring import BoolArray, Choice, FleetView, IntArray, Policy
-from controlplane.core.stream import Trust
-from controlplane.core.verdicts import CLASS_DEPTHS, Verdicts, outgrows
-from schemas.bus import Candidate, ClassCoverage, Finished, Prefilled, Routed, RouterTotals
+from controlplane.core.promises import Promises
+from controlplane.core.scoring import BoolArray, FleetView, IntArray, Policy
+from controlplane.core.verdicts import Verdicts, outgrows
+from schemas.bus import Finished, Prefilled, Routed, RouterTotals
 
 PROGRESS_TOKENS_MIN = 2048
 """Partial prefill progress is told to the other routers in steps of at least this many tokens."""
-
-
-class RouteRequest(msgspec.Struct, frozen=True, gc=False):
-    """What the plane must know of a request.
-
-    Attributes:
-        prompt_tokens: length of the prompt; an estimate unless `exact`.
-        hashes: block hashes of its whole blocks; empty where they are not known.
-        block_size: tokens a block of `hashes`.
-        exact: whether the prompt was tokenized exactly.
-        by_load: why load alone must decide; empty if the configured policy may.
-        alpha: the tenant's exponent of P.
-        beta: the tenant's exponent of B + 1.
-        tried: instances that already failed this request.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    hashes: Sequence[int] = ()
-    block_size: int = 0
-    exact: bool = True
-    by_load: str = ""
-    lora: str | None = None
-    tenant: str = ""
-    alpha: float = 1.0
-    beta: float = 1.0
-    tried: tuple[str, ...] = ()
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes, and everything that led there.
-
-    Attributes:
-        rows: the fleet at the decision; the arrays below and `choice` are by its positions.
-        hit_tokens: (rows,) promised hits; None where the decision knew of none.
-        batch_size: (rows,) B.
-        queued_tokens: (rows,) queued prefill tokens.
-        reason: why the policy or the candidates were not the configured ones; empty if they were.
-    """
-
-    request: RouteRequest
-    rows: tuple[Instance, ...]
-    choice: Choice
-    match: Match
-    hit_tokens: IntArray | None
-    batch_size: IntArray
-    queued_tokens: IntArray
-    reason: str
-    trust: Trust
-
-    @property
-    def instance(self) -> Instance:
-        """The chosen instance."""
-        return self.rows[self.choice.index]
-
-    @property
-    def hit(self) -> int:
-        """Prompt tokens that the chosen instance is believed to have cached."""
-        return 0 if self.hit_tokens is None else int(self.hit_tokens[self.choice.index])
-
-    @property
-    def new_tokens(self) -> int:
-        """Prompt tokens that the chosen instance has to compute."""
-        return max(self.request.prompt_tokens - self.hit, 1)
-
-    def candidates(self) -> list[Candidate]:
-        """Return every instance as the decision saw it."""
-        count = len(self.rows)
-        kept = self.choice.candidates
-        hits = [0] * count if self.hit_tokens is None else self.hit_tokens.tolist()
-        eligible = [True] * count if kept is None else kept.tolist()
-        ids = [instance.record.instance_id for instance in self.rows]
-        columns = (self.queued_tokens.tolist(), self.batch_size.tolist())
-        scores = self.choice.scores.tolist()
-        return list(map(Candidate, ids, hits, *columns, scores, eligible))
-
-    def classes(self) -> list[ClassCoverage]:
-        """Return the request's classes as the hotspot detector needs them."""
-        hashes = self.request.hashes
-        depths = [depth for depth in CLASS_DEPTHS if depth <= len(hashes)]
-        if not depths:
-            return []
-        ranked = self.choice.scores
-        if self.choice.candidates is not None:
-            ranked = np.where(self.choice.candidates, ranked, np.inf)
-        found: list[ClassCoverage] = []
-        known: tuple[int, int, float | None, float | None] = (-1, 0, None, None)
-        for depth in depths:
-            holders = self.match.holders(depth)
-            if holders != known[0]:
-                known = (holders, *self._coverage(depth, ranked))
-            found.append(ClassCoverage(hashes[depth - 1], depth, *known[1:]))
-        return found
-
-    def _coverage(
-        self, depth: int, ranked: scoring.FloatArray
-    ) -> tuple[int, float | None, float | None]:
-        """Return |M| at a depth and the best scores inside and outside M."""
-        if self.hit_tokens is None:
-            inside: BoolArray = np.zeros(len(ranked), np.bool_)
-        else:
-            inside = _holders(self.request, self.hit_tokens, depth)
-        return int(inside.sum()), _least(ranked[inside]), _least(ranked[~inside])
-
-
-def _holders(request: RouteRequest, hit_tokens: IntArray, depth: int) -> BoolArray:
-    """Return (rows,) M: who holds the first `depth` blocks of a request."""
-    # Hits are capped below the whole prompt; a class as long as the prompt is not lost.
-    blocks = min(depth, usable_blocks(request.prompt_tokens, request.block_size))
-    inside: BoolArray = hit_tokens >= max(blocks, 1) * request.block_size
-    return inside
-
-
-def _least(scores: scoring.FloatArray) -> float | None:
-    best = float(scores.min()) if len(scores) else float("inf")
-    return None if best == float("inf") else best
 
 
 class Ticket(msgspec.Struct):
@@ -155,6 +42,7 @@ class Ticket(msgspec.Struct):
     Attributes:
         depth: how many of the prompt's blocks are known to be computed.
         untold: released tokens that the other routers were not told of yet.
+        promise: number of the promise that its blocks will be there; 0 for none.
     """
 
     decision: Decision
@@ -162,6 +50,7 @@ class Ticket(msgspec.Struct):
     attempt: int
     depth: int
     untold: int = 0
+    promise: int = 0
 
 
 class Dispatcher:
@@ -170,6 +59,8 @@ class Dispatcher:
     Attributes:
         counts: how often each thing happened: decisions by policy, filters ignored, reasons.
         tickets: requests that are on their way, by booking.
+        promises: what they will have cached, by instance and its `life`; None to know of nothing
+            but the index.
     """
 
     def __init__(
@@ -185,11 +76,15 @@ class Dispatcher:
         blind_s: float,
         tier_credit: Sequence[float],
         audit_candidates: float,
+        promise_s: float,
         rng: random.Random,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.tickets: dict[int, Ticket] = {}
         self._untold: dict[int, Ticket] = {}  # those of `tickets` whose `untold` is not 0
+        self.promises: Promises[tuple[Instance, int]] | None = None
+        if promise_s > 0.0:
+            self.promises = Promises(promise_s)
         self.batch_cap = batch_cap
         self._fleet = fleet
         self._ledger = ledger
@@ -218,6 +113,7 @@ class Dispatcher:
             return None
         policy, reason = self._policy_for(request, now_s)
         match, hits = self._hits(request)
+        promised = None if self.promises is None else self._promised(request, hits)
         batch = self._ledger.batch[:count]
         queued = self._ledger.queued[:count]
         view = FleetView(
@@ -231,7 +127,7 @@ class Dispatcher:
         )
         asked = scoring.Request(
             request.prompt_tokens,
-            hits,
+            added(hits, promised),
             capable=fleet.capable(request.lora),
             cool=self._cool(request, hits),
             alpha=request.alpha,
@@ -248,6 +144,7 @@ class Dispatcher:
             choice,
             match,
             hits,
+            promised,
             batch.copy(),
             queued.copy(),
             reason,
@@ -292,6 +189,21 @@ class Dispatcher:
             hits = hits + (more * self._tier_credit[tier]).astype(np.int64)
         return match, hits * fleet.trusted
 
+    def _promised(self, request: RouteRequest, hits: IntArray | None) -> IntArray | None:
+        """Return (rows,) tokens beyond the hits that are promised; None if nobody promises any."""
+        assert self.promises is not None
+        usable = usable_blocks(request.prompt_tokens, request.block_size)
+        found = self.promises.find(request.hashes, min(usable, len(request.hashes)))
+        promised: IntArray | None = None
+        for (instance, life), depth in found.items():
+            row = instance.row
+            known = 0 if hits is None else int(hits[row])
+            if instance.life == life and depth * request.block_size > known:
+                if promised is None:
+                    promised = np.zeros(len(self._fleet), np.int64)
+                promised[row] = depth * request.block_size - known
+        return promised
+
     def _healthy(self, request: RouteRequest) -> BoolArray:
         healthy = self._fleet.healthy
         if not request.tried:
@@ -314,7 +226,7 @@ class Dispatcher:
             return None
         cool: BoolArray | None = None
         for verdict in verdicts:
-            inside = _holders(request, hits, verdict.depth_blocks)
+            inside = holders_of(request, hits, verdict.depth_blocks)
             requests, total = verdict.share
             if not total or outgrows(requests, total, int(inside.sum()), len(inside)):
                 cool = ~inside if cool is None else cool & ~inside
@@ -344,6 +256,9 @@ class Dispatcher:
         self.tickets[id(booking)] = ticket
         if request.hashes:
             instance.awaiting[id(booking)] = ticket
+            if self.promises is not None:
+                owner = (instance, instance.life)
+                ticket.promise = self.promises.add(owner, request.hashes, now_s)
         self.counts[f"policy:{choice.policy}"] += 1
         for name in choice.ignored:
             self.counts[f"ignored:{name}"] += 1
@@ -406,6 +321,8 @@ class Dispatcher:
                 continue
             ticket.depth = depth
             whole = depth == len(request.hashes)
+            if whole:
+                self._end_promise(ticket)
             left = 0 if whole else request.prompt_tokens - depth * request.block_size
             self._release(ticket, min(left, ticket.booking.queued), None)
 
@@ -439,6 +356,15 @@ class Dispatcher:
         elif ticket.untold:
             self._untold[id(booking)] = ticket
 
+    def _end_promise(self, ticket: Ticket) -> None:
+        if self.promises is not None:
+            self.promises.drop(ticket.promise)
+
+    def expire(self, now_s: float) -> None:
+        """End promises that are too old."""
+        if self.promises is not None:
+            self.promises.expire(now_s)
+
     def tell_totals(self) -> None:
         """Tell the others all that is booked; progress that they were not told of is in it."""
         for ticket in self._untold.values():
@@ -470,6 +396,8 @@ class Dispatcher:
             return False
         del self.tickets[id(booking)]
         self._untold.pop(id(booking), None)
+        if booking.queued and outcome != "ok":
+            self._end_promise(ticket)
         decision.instance.awaiting.pop(id(booking), None)
         self.counts[f"outcome:{outcome}"] += 1
         self._outbox.add(

@@ -32,6 +32,7 @@ class Instance:
         awaiting: requests whose prompts it is computing, by booking.
         slots: index slot of each tier's block set, by tier.
         shadow: slots that a snapshot in progress is filling, by tier.
+        life: grows whenever all its blocks are lost: a new epoch, a cleared cache, a departure.
         heard_s: when a heartbeat last came, by any path.
         load: the engine's last report on itself, taken at `load_s`.
         shadow_of: what its chunks must agree in: epoch, seq, number of chunks.
@@ -53,6 +54,7 @@ class Instance:
         "fetch_due_s",
         "follower",
         "heard_s",
+        "life",
         "load",
         "load_s",
         "record",
@@ -71,6 +73,7 @@ class Instance:
         self.follower = StreamFollower()
         self.trust = Trust.RESYNCING
         self.heard_s = now_s
+        self.life = 0
         self.awaiting: dict[int, Any] = {}
         self.slots: dict[int, int] = {}
         self.shadow: dict[int, int] = {}

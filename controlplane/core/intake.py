@@ -98,7 +98,7 @@ class BlockIntake:
 
     def _follow(self, instance: Instance, step: Step, now_s: float) -> list[Effect]:
         if step.restart:
-            self._release(instance)
+            self._lose_all(instance)
             self._end_fetch(instance)
             instance.resync_attempt = 0
         lost = step.lost
@@ -115,7 +115,7 @@ class BlockIntake:
         """Change the index as a batch says; returns what is wrong, empty if nothing is."""
         for op in batch.ops:
             if isinstance(op, KvCleared):
-                self._release(instance)
+                self._lose_all(instance)
                 continue
             if op.tier >= self.config.tiers_max:
                 continue
@@ -158,6 +158,11 @@ class BlockIntake:
             count += self.index.count(slot)
             digest ^= self.index.digest(slot)
         return count, digest
+
+    def _lose_all(self, instance: Instance) -> None:
+        """Drop an instance's set because the instance itself has nothing any more."""
+        self._release(instance)
+        instance.life += 1
 
     def _release(self, instance: Instance) -> None:
         for slot in instance.slots.values():
@@ -295,5 +300,5 @@ class BlockIntake:
 
     def leave(self, instance: Instance) -> None:
         """Drop everything that an instance that departed has in the index."""
-        self._release(instance)
+        self._lose_all(instance)
         self._end_fetch(instance)

@@ -66,6 +66,8 @@ class PlaneConfig(msgspec.Struct, frozen=True):
         route_events_max: route events kept for the next batch; the oldest go beyond it.
         tier_credit: what a hit token is worth, by memory tier.
         audit_candidates: share of decisions whose candidates are recorded in full, 0 to 1.
+        promise_s: how long the blocks that a request will have cached count as hits before they
+            are there (`promises`); 0 for not at all.
     """
 
     policy: str = "multiplicative"
@@ -79,6 +81,7 @@ class PlaneConfig(msgspec.Struct, frozen=True):
     route_events_max: int = 10_000
     tier_credit: tuple[float, ...] = (1.0, 0.75, 0.5)
     audit_candidates: float = 1.0
+    promise_s: float = 0.0
     instances_max: int = 4096
     intake: IntakeConfig = IntakeConfig()
     load: LoadConfig = LoadConfig()
@@ -118,6 +121,7 @@ class Plane:
             blind_s=config.blind_s,
             tier_credit=config.tier_credit,
             audit_candidates=config.audit_candidates,
+            promise_s=config.promise_s,
             rng=rng,
         )
         self._totals_due_s = float("-inf")
@@ -295,6 +299,7 @@ class Plane:
             for router_id in self.ledger.expire_peers(now_s)
         ]
         self.verdicts.expire(now_s)
+        self.requests.expire(now_s)
         self.sweep()
         if now_s >= self._totals_due_s:
             self._totals_due_s = now_s + self.config.totals_every_s

@@ -1,0 +1,141 @@
+"""What the request path is asked, and what it decides: values that keep all that led there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from controlplane.core.fleet import Instance
+from controlplane.core.index import Match, usable_blocks
+from controlplane.core.scoring import BoolArray, Choice, FloatArray, IntArray
+from controlplane.core.stream import Trust
+from controlplane.core.verdicts import CLASS_DEPTHS
+from schemas.bus import Candidate, ClassCoverage
+
+
+class RouteRequest(msgspec.Struct, frozen=True, gc=False):
+    """What the plane must know of a request.
+
+    Attributes:
+        prompt_tokens: length of the prompt; an estimate unless `exact`.
+        hashes: block hashes of its whole blocks; empty where they are not known.
+        block_size: tokens a block of `hashes`.
+        exact: whether the prompt was tokenized exactly.
+        by_load: why load alone must decide; empty if the configured policy may.
+        alpha: the tenant's exponent of P.
+        beta: the tenant's exponent of B + 1.
+        tried: instances that already failed this request.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    hashes: Sequence[int] = ()
+    block_size: int = 0
+    exact: bool = True
+    by_load: str = ""
+    lora: str | None = None
+    tenant: str = ""
+    alpha: float = 1.0
+    beta: float = 1.0
+    tried: tuple[str, ...] = ()
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Where a request goes, and everything that led there.
+
+    Attributes:
+        rows: the fleet at the decision; the arrays below and `choice` are by its positions.
+        hit_tokens: (rows,) hits by the index; None where it knows of none.
+        promised_tokens: (rows,) tokens beyond those that requests on their way will have cached by
+            then; None where there are none.
+        batch_size: (rows,) B.
+        queued_tokens: (rows,) queued prefill tokens.
+        reason: why the policy or the candidates were not the configured ones; empty if they were.
+    """
+
+    request: RouteRequest
+    rows: tuple[Instance, ...]
+    choice: Choice
+    match: Match
+    hit_tokens: IntArray | None
+    promised_tokens: IntArray | None
+    batch_size: IntArray
+    queued_tokens: IntArray
+    reason: str
+    trust: Trust
+
+    @property
+    def instance(self) -> Instance:
+        """The chosen instance."""
+        return self.rows[self.choice.index]
+
+    @property
+    def hit(self) -> int:
+        """Prompt tokens that the chosen instance is believed to have cached when it begins."""
+        known = added(self.hit_tokens, self.promised_tokens)
+        return 0 if known is None else int(known[self.choice.index])
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that the chosen instance has to compute."""
+        return max(self.request.prompt_tokens - self.hit, 1)
+
+    def candidates(self) -> list[Candidate]:
+        """Return every instance as the decision saw it."""
+        count = len(self.rows)
+        kept = self.choice.candidates
+        known = added(self.hit_tokens, self.promised_tokens)
+        hits = [0] * count if known is None else known.tolist()
+        eligible = [True] * count if kept is None else kept.tolist()
+        ids = [instance.record.instance_id for instance in self.rows]
+        columns = (self.queued_tokens.tolist(), self.batch_size.tolist())
+        scores = self.choice.scores.tolist()
+        return list(map(Candidate, ids, hits, *columns, scores, eligible))
+
+    def classes(self) -> list[ClassCoverage]:
+        """Return the request's classes as the hotspot detector needs them."""
+        hashes = self.request.hashes
+        depths = [depth for depth in CLASS_DEPTHS if depth <= len(hashes)]
+        if not depths:
+            return []
+        ranked = self.choice.scores
+        if self.choice.candidates is not None:
+            ranked = np.where(self.choice.candidates, ranked, np.inf)
+        found: list[ClassCoverage] = []
+        known: tuple[int, int, float | None, float | None] = (-1, 0, None, None)
+        for depth in depths:
+            holders = self.match.holders(depth)
+            if holders != known[0]:
+                known = (holders, *self._coverage(depth, ranked))
+            found.append(ClassCoverage(hashes[depth - 1], depth, *known[1:]))
+        return found
+
+    def _coverage(self, depth: int, ranked: FloatArray) -> tuple[int, float | None, float | None]:
+        """Return |M| at a depth and the best scores inside and outside M."""
+        if self.hit_tokens is None:
+            inside: BoolArray = np.zeros(len(ranked), np.bool_)
+        else:
+            inside = holders_of(self.request, self.hit_tokens, depth)
+        return int(inside.sum()), _least(ranked[inside]), _least(ranked[~inside])
+
+
+def holders_of(request: RouteRequest, hit_tokens: IntArray, depth: int) -> BoolArray:
+    """Return (rows,) M: who holds the first `depth` blocks of a request."""
+    # Hits are capped below the whole prompt; a class as long as the prompt is not lost.
+    blocks = min(depth, usable_blocks(request.prompt_tokens, request.block_size))
+    inside: BoolArray = hit_tokens >= max(blocks, 1) * request.block_size
+    return inside
+
+
+def added(hits: IntArray | None, more: IntArray | None) -> IntArray | None:
+    """Return the sum of two columns, where None stands for zeros."""
+    if hits is None or more is None:
+        return more if hits is None else hits
+    return hits + more
+
+
+def _least(scores: FloatArray) -> float | None:
+    best = float(scores.min()) if len(scores) else float("inf")
+    return None if best == float("inf") else best
