@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 from router.http_connection import ClientConnection
 from router.http_exchange import State
 from router.limits import ServerLimits
+from router.port_handover import HANDSHAKE_S, ignore_handshakes
 
 if TYPE_CHECKING:
     import ssl
@@ -111,6 +112,7 @@ class HttpServer:
         self._empty = asyncio.Event()
         self._empty.set()
         self._listeners: list[asyncio.Server] = []
+        self._shares_port = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -150,6 +152,7 @@ class HttpServer:
             backlog=backlog,
         )
         self._listeners.append(listener)
+        self._shares_port = self._shares_port or reuse_port
         if self._tick_handle is None:
             self._tick()
         address: tuple[str, int] = listener.sockets[0].getsockname()[:2]
@@ -159,9 +162,14 @@ class HttpServer:
         """Stop accepting, let answers in progress finish for up to `grace_s`, then close all.
 
         Idle connections may bring one more request within `drain_idle_s`; every answer from now on
-        tells its client to close.
+        tells its client to close. Connections that the kernel has dealt to us on a shared port are
+        accepted; see `router.port_handover`.
         """
         self.draining = True
+        if self._shares_port:
+            sockets = [sock for listener in self._listeners for sock in listener.sockets]
+            if all(ignore_handshakes(sock) for sock in sockets):
+                await asyncio.sleep(HANDSHAKE_S)
         while self._listeners:
             self._listeners.pop().close()
         idle_deadline_s = self._clock() + self.limits.drain_idle_s
