@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from controlplane.core import scoring
+from controlplane.core.columns import ColumnTeller
 from controlplane.core.decision import Decision as Decision
 from controlplane.core.decision import RouteRequest as RouteRequest
 from controlplane.core.decision import added, holders_of
@@ -26,11 +27,11 @@ from controlplane.core.fleet import Fleet, Instance
 from controlplane.core.index import NO_MATCH, Match, PrefixIndex, usable_blocks
 from controlplane.core.load import Booking, Ledger
 from controlplane.core.outbox import Outbox
-from controlplane.core.policies import make_policy
+from controlplane.core.policies import READS_CONTEXT, make_policy
 from controlplane.core.promises import Promises
 from controlplane.core.scoring import BoolArray, FleetView, IntArray, Policy
 from controlplane.core.verdicts import Verdicts, outgrows
-from schemas.bus import Finished, Prefilled, Routed, RouterTotals
+from schemas.bus import CandidateColumns, Finished, Prefilled, Routed, RouterTotals
 
 PROGRESS_TOKENS_MIN = 2048
 """Partial prefill progress is told to the other routers in steps of at least this many tokens."""
@@ -97,6 +98,7 @@ class Dispatcher:
         self._blind_since_s: float | None = None
         self._tier_credit = tier_credit
         self._audit_candidates = audit_candidates
+        self._teller = ColumnTeller(fleet, policy, tier_credit)
         self._rng = rng
         self._rotation = rng.randrange(1 << 30)
 
@@ -116,10 +118,11 @@ class Dispatcher:
         promised = None if self.promises is None else self._promised(request, hits)
         batch = self._ledger.batch[:count]
         queued = self._ledger.queued[:count]
+        context = self._ledger.context[:count]
         view = FleetView(
             batch,
             queued,
-            self._ledger.context[:count],
+            context,
             healthy=self._healthy(request),
             ready=fleet.ready,
             allowed=fleet.allowed,
@@ -147,6 +150,7 @@ class Dispatcher:
             promised,
             batch.copy(),
             queued.copy(),
+            context.copy() if policy.name in READS_CONTEXT else None,
             reason,
             fleet.at(choice.index).trust,
         )
@@ -196,12 +200,14 @@ class Dispatcher:
         found = self.promises.find(request.hashes, min(usable, len(request.hashes)))
         promised: IntArray | None = None
         for (instance, life), depth in found.items():
+            if instance.life != life:
+                continue  # it lost its blocks since, and its row if it has departed
             row = instance.row
-            known = 0 if hits is None else int(hits[row])
-            if instance.life == life and depth * request.block_size > known:
+            more = depth * request.block_size - (0 if hits is None else int(hits[row]))
+            if more > 0:
                 if promised is None:
                     promised = np.zeros(len(self._fleet), np.int64)
-                promised[row] = depth * request.block_size - known
+                promised[row] = more
         return promised
 
     def _healthy(self, request: RouteRequest) -> BoolArray:
@@ -262,6 +268,7 @@ class Dispatcher:
         self.counts[f"policy:{choice.policy}"] += 1
         for name in choice.ignored:
             self.counts[f"ignored:{name}"] += 1
+        candidates = self._candidates(decision) if self._audited() else None
         self._outbox.add(
             Routed(
                 request.request_id,
@@ -282,10 +289,14 @@ class Dispatcher:
                 tenant=request.tenant,
                 fleet=len(decision.rows),
                 classes=decision.classes(),
-                candidates=decision.candidates() if self._audited() else [],
                 decide_s=decide_s,
                 tokenize_s=tokenize_s,
                 queue_s=queue_s,
+                block_size=request.block_size,
+                prompt_key=request.hashes[-1] if request.hashes else None,
+                alpha=request.alpha,
+                beta=request.beta,
+                candidates=candidates,
             )
         )
         return ticket
@@ -293,6 +304,17 @@ class Dispatcher:
     def _audited(self) -> bool:
         share = self._audit_candidates
         return share >= 1.0 or (share > 0.0 and self._rng.random() < share)
+
+    def _candidates(self, decision: Decision) -> CandidateColumns | None:
+        """Return what a decision saw, as it is told."""
+        if self._teller.due:
+            self._outbox.add(self._teller.rows(self.batch_cap))
+        return self._teller.columns(decision)
+
+    def tell_rows(self) -> None:
+        """Tell anew what the columns stand for, to those who came later, if any were told since."""
+        if self._teller.used:
+            self._outbox.add(self._teller.rows(self.batch_cap))
 
     def first_byte(self, ticket: Ticket, ttft_s: float) -> None:
         """Release a ticket's queued tokens: its prompt is computed."""

@@ -220,6 +220,23 @@ def test_an_instance_that_lost_its_blocks_has_promised_nothing() -> None:
         assert decision.hit == 0
 
 
+def test_what_a_departed_instance_promised_is_nobody_elses() -> None:
+    """Its row may be gone, or be another's: promises do not go by rows."""
+    made, a = plane("a", "b", promise_s=5.0), Publisher("a")
+    a.batch()
+    made.handle(a.store(prompt(1)), 0.5)
+    for _ in range(4):
+        _send(made, prompt(1, 2, 3))
+    made.handle(record("b", state="stopped"), 1.1)
+    decision = made.requests.decide(request(prompt(1, 2, 3)), 1.2)
+    assert decision is not None
+    made.handle(record("b"), 1.3)
+    made.handle(record("a", state="stopped"), 1.4)
+    decision = made.requests.decide(request(prompt(1, 2, 3)), 1.5)
+    assert decision is not None
+    assert decision.hit == 0
+
+
 def test_ticks_end_promises() -> None:
     """Nothing is promised for ever."""
     made = plane("a", promise_s=0.5)
