@@ -126,7 +126,7 @@ class Admin:
                 404, "invalid_request_error", f"no model {parsed.model!r}; there is {names}"
             )
             return
-        found = read(resolved.served.reader, parsed, resolved.lora)
+        found = read(resolved.served, parsed, resolved.lora)
         if not isinstance(found, Prompt | Inexact):
             found = await found
         request = route_request("explain", resolved.served, found, resolved.lora, len(body))

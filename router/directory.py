@@ -9,8 +9,15 @@ import msgspec
 
 from controlplane.core.effects import Effect
 from controlplane.core.plane import Plane, PlaneConfig
+from router.template_habits import Habits
 from router.tokens import PromptReader
-from schemas.bus import InstanceRecord
+from schemas.bus import InstanceRecord, ModelCard
+
+# What a reader is made of: a card that differs in nothing else needs no other one.
+_READ_FIELDS = (
+    *("tokenizer", "chat_template", "special_tokens", "adds_special_tokens"),
+    *("block_size", "tokenizer_config"),
+)
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -28,9 +35,10 @@ class ServedModel:
     """One model: its plane, and how to read prompts for it.
 
     Attributes:
-        card: digest of the card that `reader` was made from; empty before there is one.
+        card: digest of the card in use; empty before there is one.
         block_size: tokens a block, as that card says.
         reader: None until the card has come; requests are routed by load until then.
+        habits: how Anthropic's messages become chats.
     """
 
     def __init__(self, model: str, plane: Plane) -> None:
@@ -39,6 +47,27 @@ class ServedModel:
         self.card = ""
         self.block_size = 0
         self.reader: PromptReader | None = None
+        self.habits = Habits()
+        self._made_from: ModelCard | None = None
+
+    def reads_alike(self, card: ModelCard) -> bool:
+        """Whether the reader in use reads prompts as this card wants it."""
+        mine = self._made_from
+        return mine is not None and all(
+            getattr(mine, name) == getattr(card, name) for name in _READ_FIELDS
+        )
+
+    def keep_reader(self, digest: str) -> None:
+        """Use another card that reads alike."""
+        self.card = digest
+
+    def use(self, digest: str, card: ModelCard, reader: PromptReader, habits: Habits) -> None:
+        """Read prompts as a card says from now on, and forget what the reader before knew."""
+        before, self.reader = self.reader, reader
+        self.card, self.block_size, self.habits = digest, card.block_size, habits
+        self._made_from = card
+        if before is not None:
+            before.close()
 
     @property
     def max_model_len(self) -> int | None:

@@ -135,7 +135,7 @@ class Router:
 
     def _route(self, exchange: Exchange, resolved: Resolved, parsed: Parsed | None) -> None:
         started_s = time.monotonic()
-        found = read(resolved.served.reader, parsed, resolved.lora)
+        found = read(resolved.served, parsed, resolved.lora)
         if isinstance(found, Prompt | Inexact):
             Routing(self, exchange, resolved, parsed, started_s).begin(found)
             return

@@ -1,53 +1,129 @@
-"""The OpenAI surface: which paths there are, and what routing reads from their bodies.
+"""The API surface: which paths there are, and what routing reads from their bodies.
 
-Bodies are only read here; they go to the engine byte for byte. A path that is not listed is passed
-through and routed by load, so that an engine's newer endpoints work, and count, from the first day.
+Bodies are only read here; they go to the engine byte for byte. Each kind of body ends up as a chat
+or a completion, as in vLLM itself, whose prompt the model's `PromptReader` knows how to tokenize.
+A path that is not listed is passed through and routed by load, so that an engine's newer endpoints
+work, and count, from the first day.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from controlplane.core.hashing import NO_EXTRAS, Extras
+from router.directory import ServedModel
+from router.messages_chat import chat_of_messages
 from router.prompt import Inexact, Prompt, Reason
+from router.refusals import Form
+from router.responses_chat import chat_of_responses
 from router.tokens import PromptReader
+from schemas.anthropic import MessagesRequest, decode_messages
 from schemas.codec import RemoteError
-from schemas.openai import ChatRequest, CompletionRequest, decode_chat, decode_completion
+from schemas.openai import (
+    MALFORMED,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    GenerateRequest,
+    ResponsesRequest,
+    decode_chat,
+    decode_completion,
+    decode_embeddings,
+    decode_generate,
+    decode_responses,
+)
 
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN: Final = 4
 """For estimates only: English text in common tokenizers; nothing exact depends on it."""
+MEDIA_TOKENS: Final = 1000
+"""For estimates only: an image of about a megapixel in common models."""
 
-Parsed = ChatRequest | CompletionRequest
+Parsed = (
+    ChatRequest
+    | CompletionRequest
+    | EmbeddingsRequest
+    | GenerateRequest
+    | MessagesRequest
+    | ResponsesRequest
+)
+Reading = Prompt | Inexact
 
 
 class Endpoint(msgspec.Struct, frozen=True):
     """One path.
 
     Attributes:
+        name: for metrics and logs.
         decode: reads its body; None where only the model's name is looked for.
+        computes: whether the engine computes a prompt for it; if not, it is no prefill load.
+        param: the field that holds the prompt.
+        form: how errors look to its clients.
     """
 
+    name: str
     decode: Callable[[bytes], Parsed] | None = None
+    computes: bool = True
+    param: str = "prompt"
+    form: Form = Form.OPENAI
+
+
+_SCORE = Endpoint("score")
+_RERANK = Endpoint("rerank")
+_RENDER = Endpoint("render", computes=False)
+
+ENDPOINTS: Final[dict[bytes, Endpoint]] = {
+    b"/v1/chat/completions": Endpoint("chat", decode_chat, param="messages"),
+    b"/v1/completions": Endpoint("completions", decode_completion),
+    b"/v1/responses": Endpoint("responses", decode_responses, param="input"),
+    b"/v1/messages": Endpoint("messages", decode_messages, param="messages", form=Form.ANTHROPIC),
+    b"/v1/messages/count_tokens": Endpoint("count_tokens", computes=False, form=Form.ANTHROPIC),
+    b"/v1/embeddings": Endpoint("embeddings", decode_embeddings, param="input"),
+    b"/inference/v1/generate": Endpoint("generate", decode_generate, param="token_ids"),
+    b"/score": _SCORE,
+    b"/v1/score": _SCORE,
+    b"/rerank": _RERANK,
+    b"/v1/rerank": _RERANK,
+    b"/v2/rerank": _RERANK,
+    b"/tokenize": Endpoint("tokenize", computes=False),
+    b"/detokenize": Endpoint("detokenize", computes=False),
+    b"/v1/chat/completions/render": _RENDER,
+    b"/v1/completions/render": _RENDER,
+    b"/v1/messages/render": _RENDER,
+    b"/v1/responses/render": _RENDER,
+}
+PASS_THROUGH: Final = Endpoint("other")
+
+ENGINE_ONLY: Final = frozenset(
+    {
+        *(b"/metrics", b"/load", b"/server_info", b"/kv_event_sources", b"/is_sleeping"),
+        *(b"/sleep", b"/wake_up", b"/pause", b"/resume", b"/abort_requests", b"/collective_rpc"),
+        *(b"/reset_prefix_cache", b"/reset_mm_cache", b"/reset_encoder_cache"),
+        *(b"/start_profile", b"/stop_profile", b"/scale_elastic_ep", b"/release_kv_cache_memory"),
+        *(b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter", b"/update_weights"),
+    }
+)
+"""Paths that concern the one engine asked, and mean nothing for a fleet: never passed through."""
 
 
 class _Named(msgspec.Struct):
-    model: str = ""
+    model: str | None = None
 
 
-ENDPOINTS: dict[bytes, Endpoint] = {
-    b"/v1/chat/completions": Endpoint(decode_chat),
-    b"/v1/completions": Endpoint(decode_completion),
-}
-PASS_THROUGH = Endpoint()
-
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_NAMED = msgspec.json.Decoder(_Named)
+_decode_named = msgspec.json.Decoder(_Named).decode
+_MULTIPART: Final = b"multipart/form-data"
+_FORM_MODEL: Final = re.compile(
+    rb'content-disposition:[^\r\n]*\bname="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,256})\r\n',
+    re.IGNORECASE,
+)
 
 
-def read_body(endpoint: Endpoint, body: bytes) -> tuple[Parsed | None, str]:
+def read_body(
+    endpoint: Endpoint, body: bytes, content_type: bytes = b""
+) -> tuple[Parsed | None, str]:
     """Return what a body says, and the model that it names.
 
     A JSON object whose fields are not of the types that are known here is not refused: engines
@@ -57,64 +133,152 @@ def read_body(endpoint: Endpoint, body: bytes) -> tuple[Parsed | None, str]:
         RemoteError: the endpoint takes JSON, and this is no JSON object.
     """
     if endpoint.decode is None:
-        return None, _model_of(body)
+        return None, _model_of(body, content_type)
     try:
         parsed = endpoint.decode(body)
     except RemoteError:
         try:
-            return None, _NAMED.decode(body).model
-        except _MALFORMED as error:
+            return None, _decode_named(body).model or ""
+        except MALFORMED as error:
             raise RemoteError(str(error)) from error
     return parsed, parsed.model
 
 
-def _model_of(body: bytes) -> str:
-    """Return the `model` of a body; empty if it is no JSON or names none: the engine will say."""
+def _model_of(body: bytes, content_type: bytes) -> str:
+    """Return the `model` of a body; empty if it names none: the engine will say."""
+    if not body:
+        return ""
+    if content_type.startswith(_MULTIPART):
+        found = _FORM_MODEL.search(body)
+        return "" if found is None else found[1].decode("utf-8", "replace")
     try:
-        return _NAMED.decode(body).model
-    except _MALFORMED:
+        return _decode_named(body).model or ""
+    except MALFORMED:
         return ""
 
 
 def read(
-    reader: PromptReader | None, parsed: Parsed | None, lora: str | None
-) -> Prompt | Inexact | Awaitable[Prompt | Inexact]:
-    """Return a prompt's tokens, at once if that is quick, else as something to await."""
+    served: ServedModel, parsed: Parsed | None, lora: str | None
+) -> Reading | Awaitable[Reading]:
+    """Return a prompt's tokens, at once if that is quick, else as something to await or close."""
+    reader = served.reader
     if reader is None:
         return Inexact(Reason.NO_TOKENIZER)
+    asked = _as_generation(served, parsed)
+    if isinstance(asked, Inexact):
+        return asked
+    if asked.kv_transfer_params and "prompt_token_ids" in asked.kv_transfer_params:
+        return Inexact(Reason.UNSUPPORTED, "token ids from another engine")
     extras = NO_EXTRAS if lora is None else Extras(lora)
+    return _begin(_reading(reader, asked, extras))
+
+
+def _reading(
+    reader: PromptReader, asked: ChatRequest | CompletionRequest, extras: Extras
+) -> Coroutine[Any, Any, Reading]:
+    if isinstance(asked, ChatRequest):
+        return reader.read_chat(asked, extras)
+    return reader.read_completion(asked, extras)
+
+
+def _as_generation(
+    served: ServedModel, parsed: Parsed | None
+) -> ChatRequest | CompletionRequest | Inexact:
+    """Return the chat or the completion that an engine makes of a request."""
     if isinstance(parsed, ChatRequest):
-        return _begin(reader.read_chat(parsed, extras))
+        return parsed
     if isinstance(parsed, CompletionRequest):
-        return _begin(reader.read_completion(parsed, extras))
+        return parsed if parsed.suffix is None else Inexact(Reason.UNSUPPORTED, "suffix")
+    if isinstance(parsed, MessagesRequest):
+        return chat_of_messages(parsed, served.habits)
+    if isinstance(parsed, ResponsesRequest):
+        return chat_of_responses(parsed)
+    if isinstance(parsed, EmbeddingsRequest):
+        return _of_embeddings(parsed)
+    if isinstance(parsed, GenerateRequest):
+        if parsed.features is not None:
+            return Inexact(Reason.MULTIMODAL, "features")
+        return CompletionRequest(prompt=[*parsed.token_ids], cache_salt=parsed.cache_salt)
     return Inexact(Reason.UNSUPPORTED)
 
 
-def _begin(
-    reading: Coroutine[Any, Any, Prompt | Inexact],
-) -> Prompt | Inexact | Awaitable[Prompt | Inexact]:
+def _of_embeddings(asked: EmbeddingsRequest) -> ChatRequest | CompletionRequest | Inexact:
+    """Return what an embedding is computed of: a text, or a chat."""
+    if asked.padding not in (None, "do_not_pad"):
+        return Inexact(Reason.TRUNCATION, "padding")
+    chat: Any = asked.messages if asked.messages is not None else asked.input
+    if not isinstance(chat, list) or not chat or not isinstance(chat[0], dict):
+        if asked.messages is not None:
+            return Inexact(Reason.BATCH)
+        return CompletionRequest(
+            prompt=chat,
+            add_special_tokens=asked.add_special_tokens is not False,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            cache_salt=asked.cache_salt,
+        )
+    return ChatRequest(
+        messages=chat,
+        chat_template=asked.chat_template,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        add_special_tokens=asked.add_special_tokens is True,
+        truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        mm_processor_kwargs=asked.mm_processor_kwargs,
+        cache_salt=asked.cache_salt,
+    )
+
+
+def estimate_tokens(endpoint: Endpoint, parsed: Parsed | None, body_bytes: int) -> int:
+    """Return about how many tokens an engine will compute for a prompt that is not known exactly.
+
+    The text of media in a chat (base64) is no prompt: each item counts as `MEDIA_TOKENS`.
+    """
+    if not endpoint.computes:
+        return 1
+    messages = getattr(parsed, "messages", None)
+    if not isinstance(messages, list):
+        return max(1, body_bytes // BYTES_PER_TOKEN)
+    chars, media = 0, 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, dict) else None
+            chars += len(text) if isinstance(text, str) else 0
+            media += not isinstance(text, str)
+    return max(1, chars // BYTES_PER_TOKEN + media * MEDIA_TOKENS)
+
+
+def _begin(reading: Coroutine[Any, Any, Reading]) -> Reading | Awaitable[Reading]:
     """Run a coroutine up to its first suspension: a quick one needs no task of its own."""
     try:
         waiting_for = reading.send(None)
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
-    return _Rest(reading, waiting_for)
+    return Rest(reading, waiting_for)
 
 
-class _Rest:
-    """The rest of a coroutine that has begun, to be awaited once."""
+class Rest:
+    """The rest of a coroutine that has begun: to be awaited once, or closed."""
 
     __slots__ = ("_reading", "_waiting_for")
 
-    def __init__(self, reading: Coroutine[Any, Any, Prompt | Inexact], waiting_for: Any) -> None:
+    def __init__(self, reading: Coroutine[Any, Any, Reading], waiting_for: Any) -> None:
         self._reading = reading
         self._waiting_for = waiting_for
 
-    def __await__(self) -> Generator[Any, Any, Prompt | Inexact]:
+    def __await__(self) -> Generator[Any, Any, Reading]:
         try:
             yield self._waiting_for
         except BaseException as error:
             # A cancellation belongs to the coroutine that was waiting.
-            self._waiting_for = self._reading.throw(error)
+            try:
+                self._waiting_for = self._reading.throw(error)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]
             yield self._waiting_for
         return (yield from self._reading.__await__())
+
+    def close(self) -> None:
+        """Give up what the coroutine holds; nothing happens if it has ended."""
+        self._reading.close()

@@ -1,0 +1,185 @@
+"""Requests that the router answers itself: why, and in which API's form of an error.
+
+Source: OpenAI's error object, as vLLM sends it (entrypoints/serve/engine/protocol.py), and
+Anthropic's (entrypoints/anthropic/protocol.py).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from router.http_exchange import JSON, Exchange, error_body
+
+RETRY_AFTER_S: Final = 1.0
+"""When to come back where nothing better is known."""
+
+
+class Form(Enum):
+    """Whose clients an endpoint serves."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An error answer.
+
+    Attributes:
+        reason: what to count it under; one of a bounded set.
+        message: what is wrong and what to do, for a person.
+        kind: the error's type, in OpenAI's words.
+        code: a machine's word for it.
+        param: the request's field that is at fault.
+        retry_after_s: when to come back.
+    """
+
+    status: int
+    reason: str
+    message: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+_ANTHROPIC_KINDS: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def answer(exchange: Exchange, refusal: Refusal, form: Form = Form.OPENAI) -> None:
+    """Send an error; does nothing if the client is gone."""
+    headers = [JSON]
+    if refusal.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if refusal.status == 405:
+        headers.append((b"allow", b"POST, OPTIONS"))
+    exchange.respond(refusal.status, headers, _body(refusal, form))
+
+
+def _body(refusal: Refusal, form: Form) -> bytes:
+    if form is Form.OPENAI:
+        return error_body(refusal.kind, refusal.message, refusal.code, refusal.param)
+    kind = _ANTHROPIC_KINDS.get(refusal.status, "api_error")
+    error = {"type": kind, "message": refusal.message}
+    return msgspec.json.encode({"type": "error", "error": error})
+
+
+def unknown_model(name: str, known: list[str]) -> Refusal:
+    """Refuse a request for a model that nobody serves."""
+    if not known:
+        return Refusal(
+            503,
+            "no_instance",
+            "no instance has registered yet; check that sidecars reach the same NATS",
+            "service_unavailable",
+            code="no_instance",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    if name:
+        shown = name if len(name) <= 128 else name[:128] + "…"
+        problem = f"the model {shown!r} does not exist"
+    else:
+        problem = "the request names no model"
+    return Refusal(
+        404,
+        "unknown_model",
+        f"{problem}; there is {', '.join(known[:20])}",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def no_instance(model: str) -> Refusal:
+    """Refuse a request for a model whose instances are all gone."""
+    return Refusal(
+        503,
+        "no_instance",
+        f"no instance serves {model!r} at present",
+        "service_unavailable",
+        code="no_instance",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def too_long(tokens: int, longest: int, param: str) -> Refusal:
+    """Refuse a prompt that no instance can take, as the engine would."""
+    return Refusal(
+        400,
+        "too_long",
+        f"the prompt has {tokens} tokens, but the model's context is {longest}, which must also "
+        "hold the answer; shorten the prompt",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
+def malformed(problem: str) -> Refusal:
+    """Refuse a body that is not what the endpoint takes."""
+    return Refusal(400, "malformed", f"the request body cannot be read: {problem}")
+
+
+def only_post(path: str) -> Refusal:
+    """Refuse a method that an endpoint does not know."""
+    return Refusal(405, "method", f"{path} takes POST")
+
+
+def engine_only(path: str) -> Refusal:
+    """Refuse a path that acts on one engine: there are many behind this router."""
+    return Refusal(
+        404,
+        "engine_only",
+        f"{path} is a matter of one engine; ask the engine itself, not the router",
+        code="engine_only",
+    )
+
+
+def bad_key(key_given: bool) -> Refusal:
+    """Refuse a caller without a key, or with a wrong one."""
+    if key_given:
+        message = "this API key is not known here"
+    else:
+        message = "this router needs an API key: send `Authorization: Bearer KEY`"
+    return Refusal(401, "key", message, code="invalid_api_key")
+
+
+def not_allowed(message: str) -> Refusal:
+    """Refuse what the caller's tenant may not do."""
+    return Refusal(403, "not_allowed", message, "permission_error", code="not_allowed")
+
+
+def too_many(tenant: str, limit: int, wait_s: float) -> Refusal:
+    """Refuse a request beyond a tenant's concurrency, or while it pays off tokens."""
+    return Refusal(
+        429,
+        "tenant_requests",
+        f"tenant {tenant!r} has {limit} requests in flight, which is its limit",
+        "rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )
+
+
+def too_fast(tenant: str, tokens_per_s: float, wait_s: float) -> Refusal:
+    """Refuse a request beyond a tenant's token rate."""
+    return Refusal(
+        429,
+        "tenant_tokens",
+        f"tenant {tenant!r} has used up its {tokens_per_s:g} tokens a second; "
+        f"there is room for this request in {wait_s:.1f} s",
+        "rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )
