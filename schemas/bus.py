@@ -154,15 +154,83 @@ class LoadReport(Message, frozen=True, tag="load"):
 # --- route: what routers decided ----------------------------------------------------------------
 
 
-class Candidate(msgspec.Struct, frozen=True, array_like=True):
-    """One instance as the decision saw it: P = queued + max(prompt − hit, 1), B before the +1."""
+class FleetRows(Message, frozen=True, tag="fleet_rows"):
+    """What the columns of a router's later decisions stand for, and how its scores are made.
 
-    instance_id: str
-    hit_tokens: Count
-    queued_tokens: Count
-    batch_size: Count
-    score: float
-    eligible: bool = True
+    Told before the first decision that refers to it, and again every few seconds.
+
+    Attributes:
+        version: which telling of this router this is; it grows.
+        instance_ids: (rows,) whose row each is.
+        epochs: packed u64, little endian: the epoch of each instance's block stream; 0 if none.
+        applied: column (see `CandidateColumns`) of how many batches of it were applied: seq + 1.
+        policy: the configured one.
+        parameters: of that policy; another one, as an override names it, has its defaults.
+        tier_credit: what a hit token is worth, by memory tier.
+        batch_cap: largest batch of an instance; None for no cap.
+    """
+
+    version: Count
+    instance_ids: list[str]
+    epochs: bytes = b""
+    applied: bytes = b""
+    policy: str = "multiplicative"
+    parameters: dict[str, int | float | None] = {}
+    tier_credit: tuple[float, ...] = (1.0,)
+    batch_cap: Count | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.epochs) not in (0, 8 * len(self.instance_ids)):
+            raise ValueError(
+                f"`epochs` holds {len(self.epochs)} bytes for {len(self.instance_ids)} instances"
+            )
+
+
+class PrefixLevel(msgspec.Struct, frozen=True, array_like=True):
+    """A depth at which instances drop out of a prompt.
+
+    Attributes:
+        key: BlockHash of the prefix of `depth_blocks` blocks: whose hit ends here holds it.
+        following: BlockHash of the block after it, which they do not hold; None if a hit cannot be
+            deeper, because the last token is always computed.
+    """
+
+    depth_blocks: Count
+    key: U64
+    following: U64 | None = None
+
+
+class CandidateColumns(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Every instance as the decision saw it: P = queued + max(prompt − hit, 1), B before the +1.
+
+    Columns are little-endian unsigned integers of 1, 2, 4 or 8 bytes, whichever the length divided
+    by the rows says; an empty one is all zeros. Sets of rows are bit sets: row r is bit r mod 8 of
+    byte r // 8; an empty one is nobody.
+
+    Attributes:
+        version: of the `FleetRows` that says whose row each is.
+        hit_tokens: column of the prompt's tokens in the instance's block set.
+        promised_tokens: column of the tokens beyond, that requests on their way were to add.
+        queued_tokens: column of queued prefill tokens.
+        batch_size: column of B.
+        context_tokens: column of the prompt tokens of unfinished requests, for `dynamo_cost`.
+        applied: column of the batches of the block stream applied since those rows were told.
+        inexact: set of the rows whose block set was not exact (resyncing or stale).
+        excluded: filter → set of the rows that it excludes, in the order of the filters. One that
+            would leave nobody, after those before it, was ignored.
+        levels: where the prompt's hits end, by depth.
+    """
+
+    version: Count
+    hit_tokens: bytes = b""
+    promised_tokens: bytes = b""
+    queued_tokens: bytes = b""
+    batch_size: bytes = b""
+    context_tokens: bytes = b""
+    applied: bytes = b""
+    inexact: bytes = b""
+    excluded: dict[str, bytes] = {}
+    levels: list[PrefixLevel] = []
 
 
 class ClassCoverage(msgspec.Struct, frozen=True, array_like=True):
@@ -195,8 +263,12 @@ class Routed(Message, frozen=True, tag="routed"):
         reason: why that policy or that set of candidates, where it was not the default.
         trust: of the chosen instance's block set: exact, resyncing or stale.
         kv_seq: (epoch, seq) of the chosen instance's block stream at the decision.
-        candidates: in full or empty, as the router's audit sampling says.
         fleet: N, instances that serve this model.
+        block_size: tokens a block of this prompt's hashes; 0 where they are not known.
+        prompt_key: BlockHash of the prompt's last whole block, which stands for all before it.
+        alpha: exponent of P, by tenant.
+        beta: exponent of B + 1, by tenant.
+        candidates: what was seen of every instance; None where the router's audit leaves it out.
     """
 
     request_id: str
@@ -217,10 +289,14 @@ class Routed(Message, frozen=True, tag="routed"):
     tenant: str = ""
     fleet: Count = 0
     classes: list[ClassCoverage] = []
-    candidates: list[Candidate] = []
     decide_s: Amount = 0.0
     tokenize_s: Amount = 0.0
     queue_s: Amount = 0.0
+    block_size: Count = 0
+    prompt_key: U64 | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    candidates: CandidateColumns | None = None
 
 
 class Prefilled(Message, frozen=True, tag="prefilled"):
@@ -267,7 +343,7 @@ class RouterTotals(Message, frozen=True, tag="totals"):
     bookings: dict[str, tuple[Count, Count, Count]] = {}
 
 
-RouteEvent = Routed | Prefilled | Finished | RouterTotals
+RouteEvent = Routed | Prefilled | Finished | RouterTotals | FleetRows
 
 
 class RouteBatch(Message, frozen=True, tag="route_batch"):

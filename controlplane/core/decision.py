@@ -12,7 +12,7 @@ from controlplane.core.index import Match, usable_blocks
 from controlplane.core.scoring import BoolArray, Choice, FloatArray, IntArray
 from controlplane.core.stream import Trust
 from controlplane.core.verdicts import CLASS_DEPTHS
-from schemas.bus import Candidate, ClassCoverage
+from schemas.bus import ClassCoverage
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
@@ -42,6 +42,24 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     tried: tuple[str, ...] = ()
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """One instance as a decision saw it: P = queued + max(prompt − hit, 1), B before the +1.
+
+    Attributes:
+        hit_tokens: promised ones included.
+        eligible: whether it could be chosen.
+        excluded_by: filters that excluded it; they may have been ignored.
+    """
+
+    instance_id: str
+    hit_tokens: int
+    queued_tokens: int
+    batch_size: int
+    score: float
+    eligible: bool = True
+    excluded_by: tuple[str, ...] = ()
+
+
 class Decision(msgspec.Struct, frozen=True):
     """Where a request goes, and everything that led there.
 
@@ -52,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True):
             then; None where there are none.
         batch_size: (rows,) B.
         queued_tokens: (rows,) queued prefill tokens.
+        context_tokens: (rows,) prompt tokens of unfinished requests; None where the policy does not
+            look at them.
         reason: why the policy or the candidates were not the configured ones; empty if they were.
     """
 
@@ -63,6 +83,7 @@ class Decision(msgspec.Struct, frozen=True):
     promised_tokens: IntArray | None
     batch_size: IntArray
     queued_tokens: IntArray
+    context_tokens: IntArray | None
     reason: str
     trust: Trust
 
@@ -92,7 +113,11 @@ class Decision(msgspec.Struct, frozen=True):
         ids = [instance.record.instance_id for instance in self.rows]
         columns = (self.queued_tokens.tolist(), self.batch_size.tolist())
         scores = self.choice.scores.tolist()
-        return list(map(Candidate, ids, hits, *columns, scores, eligible))
+        barred = [
+            tuple(name for name, keep in self.choice.filters if not keep[row])
+            for row in range(count)
+        ]
+        return list(map(Candidate, ids, hits, *columns, scores, eligible, barred))
 
     def classes(self) -> list[ClassCoverage]:
         """Return the request's classes as the hotspot detector needs them."""

@@ -44,9 +44,12 @@ the handling of nested classes are ours.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
+from controlplane.core.candidates import Candidates
 from controlplane.core.detector_trouble import TroubleConfig, Troubles
 from controlplane.core.detector_window import ClassWindow
 from controlplane.core.verdicts import outgrows
@@ -160,11 +163,18 @@ class HotspotDetector:
 
     # --- what happens
 
-    def routed(self, event: Routed, now_s: float, now_wall_s: float) -> list[Change]:
+    def routed(
+        self,
+        event: Routed,
+        now_s: float,
+        now_wall_s: float,
+        seen: Callable[[], Candidates | None] = lambda: None,
+    ) -> list[Change]:
         """Take a routed request; return what that changes.
 
         Args:
             now_s: when the event came, monotonic: routers' clocks are not compared.
+            seen: returns what the decision saw of all instances, where that is known.
 
         Complexity: O(depths) for a request whose classes are calm.
         """
@@ -183,7 +193,7 @@ class HotspotDetector:
                     changes.append(self._clear(key, reason, now_wall_s))
             elif key in self.window.frequent and self._alarm(event, position, now_s):
                 if not explained:
-                    changes += self._count(event, position, now_s, now_wall_s)
+                    changes += self._count(event, position, now_s, now_wall_s, seen)
                 explained = True
         return changes
 
@@ -230,7 +240,14 @@ class HotspotDetector:
         self.troubles.alarmed(each.key, requests, total, now_s)
         return True
 
-    def _count(self, event: Routed, position: int, now_s: float, now_wall_s: float) -> list[Change]:
+    def _count(
+        self,
+        event: Routed,
+        position: int,
+        now_s: float,
+        now_wall_s: float,
+        seen: Callable[[], Candidates | None],
+    ) -> list[Change]:
         """Stage 2: count a request of an alarmed class; raise it at the end of the streak."""
         each = event.classes[position]
         alarm = self.alarms[each.key]
@@ -245,14 +262,15 @@ class HotspotDetector:
             self.counts["refused"] += 1
             return []
         del self.alarms[each.key]
-        verdict = self._verdict(event, each, alarm.streak, now_wall_s)
+        names = holders_of(seen(), each)
+        verdict = self._verdict(event, each, names, alarm.streak, now_wall_s)
         self.troubles.raised(each.key, alarm.above, now_s)
         self.standing[each.key] = Standing(verdict, each.holders, now_s, adopted=False)
         self.counts[f"raised:{each.depth_blocks}"] += 1
         return [verdict]
 
     def _verdict(
-        self, event: Routed, each: ClassCoverage, streak: int, now_wall_s: float
+        self, event: Routed, each: ClassCoverage, names: list[str], streak: int, now_wall_s: float
     ) -> HotspotRaised:
         requests, total = self.window.count(each.key), self.window.total
         reason = (
@@ -263,7 +281,7 @@ class HotspotDetector:
         return HotspotRaised(
             each.key,
             each.depth_blocks,
-            holders_of(event, each),
+            names,
             0,
             now_wall_s,
             self.config.ttl_s,
@@ -331,12 +349,12 @@ class HotspotDetector:
         assert len(self.troubles) <= self.config.trouble.classes_max
 
 
-def holders_of(event: Routed, each: ClassCoverage) -> list[str]:
-    """Return the names of M; none if the event leaves out its candidates, as sampling does.
+def holders_of(seen: Candidates | None, each: ClassCoverage) -> list[str]:
+    """Return the names of M; none if the candidates are not known, as where routers sample.
 
     M are the |M| candidates with the deepest hits, since a hit reaches the class's depth or not.
     """
-    if len(event.candidates) < each.holders:
+    if seen is None or len(seen) < each.holders:
         return []
-    deepest = sorted(event.candidates, key=lambda candidate: -candidate.hit_tokens)
-    return sorted(candidate.instance_id for candidate in deepest[: each.holders])
+    deepest = np.argsort(-seen.hit_tokens, kind="stable")[: each.holders]
+    return sorted(seen.rows.instance_ids[row] for row in deepest.tolist())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import exp, isfinite
 
+from controlplane.core.candidates import Candidates
 from schemas.bus import Finished, Routed
 
 HIT_BOUNDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -71,14 +72,22 @@ class RouteStats:
         self.variation: float | None = None
         self._spread_s = float("-inf")
 
-    def routed(self, event: Routed, now_s: float) -> None:
-        """Take a decision."""
+    def routed(
+        self, event: Routed, now_s: float, seen: Callable[[], Candidates | None] = lambda: None
+    ) -> None:
+        """Take a decision.
+
+        Args:
+            seen: returns what the decision saw of all instances, where that is known.
+        """
         self.requests += 1
         if event.prompt_tokens and event.exact and not event.attempt:
             self.promised.observe(min(event.hit_tokens / event.prompt_tokens, 1.0))
-        wanted = event.candidates and event.policy == _SCORED
-        if wanted and now_s - self._spread_s >= SPREAD_EVERY_S:
-            self._spread([each.score for each in event.candidates if each.eligible], now_s)
+        if event.policy != _SCORED or now_s - self._spread_s < SPREAD_EVERY_S:
+            return
+        candidates = seen()
+        if candidates is not None and candidates.scores is not None:
+            self._spread(candidates.scores[candidates.eligible].tolist(), now_s)
 
     def finished(self, event: Finished) -> None:
         """Take the end of a request."""

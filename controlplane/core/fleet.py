@@ -104,6 +104,10 @@ class Fleet:
         ready: (rows,) bool, likewise.
         allowed: (rows,) bool, likewise.
         trusted: (rows,) bool, likewise.
+        exact: (rows,) bool, whose block set is known to be the published one.
+        epochs: (rows,) uint64, of the block streams; 0 before anything came.
+        applied: (rows,) int64, batches of them that were applied: seq + 1.
+        version: grows whenever rows or epochs change, or a stream goes back.
         slots: (tiers, rows) int64, index slot of a tier's block set; -1 where there is none.
         tiers: how many tiers any instance has had.
         rows: the instances by row, as a tuple that decisions may keep.
@@ -114,6 +118,7 @@ class Fleet:
     def __init__(self, instances_max: int = 4096, tiers_max: int = 3) -> None:
         self.instances_max = instances_max
         self.tiers = 1
+        self.version = 0
         self.rows: tuple[Instance, ...] = ()
         self.refused = 0
         self._by_id: dict[str, Instance] = {}
@@ -122,6 +127,9 @@ class Fleet:
         self._ready: NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._allowed: NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._trusted: NDArray[np.bool_] = np.zeros(16, np.bool_)
+        self._exact: NDArray[np.bool_] = np.zeros(16, np.bool_)
+        self._epochs: NDArray[np.uint64] = np.zeros(16, np.uint64)
+        self._applied: NDArray[np.int64] = np.zeros(16, np.int64)
         self._slots: NDArray[np.int64] = np.full((tiers_max, 16), -1, np.int64)
         self._capable: dict[str, NDArray[np.bool_]] = {}
         self._views()
@@ -172,11 +180,22 @@ class Fleet:
         self.ready[row] = not instance.draining
         self.allowed[row] = now_s >= instance.blacklisted_until_s
         self.trusted[row] = instance.trust is not Trust.STALE
+        follows = instance.follower.exact or not instance.record.kv_events
+        self.exact[row] = follows and instance.trust is Trust.EXACT
+        self._follow(row, instance.follower)
         for tier in range(self.tiers):
             self._slots[tier, row] = -1
         for tier, slot in instance.slots.items():
             self.tiers = max(self.tiers, tier + 1)
             self._slots[tier, row] = slot
+
+    def _follow(self, row: int, follower: StreamFollower) -> None:
+        """Write how far a block stream has come."""
+        epoch, applied = max(follower.epoch, 0), follower.seq + 1
+        if applied < self._applied[row] or epoch != self._epochs[row]:
+            self._epochs[row] = epoch
+            self.version += 1
+        self._applied[row] = applied
 
     def capable(self, lora: str | None) -> NDArray[np.bool_] | None:
         """Return (rows,) who can serve an adapter; None where none is asked for."""
@@ -202,11 +221,18 @@ class Fleet:
             self._ready = np.pad(self._ready, (0, rows))
             self._allowed = np.pad(self._allowed, (0, rows))
             self._trusted = np.pad(self._trusted, (0, rows))
+            self._exact = np.pad(self._exact, (0, rows))
+            self._epochs = np.pad(self._epochs, (0, rows))
+            self._applied = np.pad(self._applied, (0, rows))
             self._slots = np.pad(self._slots, ((0, 0), (0, rows)), constant_values=-1)
         self.healthy = self._healthy[:rows]
         self.ready = self._ready[:rows]
         self.allowed = self._allowed[:rows]
         self.trusted = self._trusted[:rows]
+        self.exact = self._exact[:rows]
+        self.epochs = self._epochs[:rows]
+        self.applied = self._applied[:rows]
         self.slots = self._slots[:, :rows]
         self.rows = tuple(self._by_row)
+        self.version += 1
         self._capable.clear()

@@ -221,6 +221,7 @@ class BlockIntake:
             return []
         instance.follower.distrust()
         instance.trust = Trust.RESYNCING
+        self.fleet.refresh(instance, now_s)
         instance.resync_attempt = 0
         return self._ask(instance, reason, now_s, anew=True)
 

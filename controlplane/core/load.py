@@ -247,7 +247,7 @@ class Ledger:
             elif isinstance(event, Finished):
                 more = (-1, -event.released_tokens, -(event.prompt_tokens or 0))
                 self._peer_add(peer, event.instance_id, more)
-            else:
+            elif isinstance(event, RouterTotals):
                 self._peer_replace(peer, event)
 
     def expire_peers(self, now_s: float) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from schemas.bus import RouteBatch, Routed, RouteEvent, RouterTotals
+from schemas.bus import CandidateColumns, FleetRows, RouteBatch, Routed, RouteEvent, RouterTotals
 
 BATCH_BYTES_MAX = 500_000
 """Estimated size at which a batch ends: half of what the bus takes, since it is an estimate. A
-decision over a thousand instances alone is some 60 kB where all its candidates are recorded."""
+decision over a thousand instances alone is some 10 kB where all its candidates are recorded."""
 
 
 class Outbox:
@@ -62,8 +62,24 @@ def _bytes_of(event: RouteEvent) -> int:
     """Return about how long an event is on the wire, rather more than less."""
     if isinstance(event, RouterTotals):
         return 64 + sum(len(name) + 32 for name in event.bookings)
-    fixed = 512 + len(event.request_id)
-    if not isinstance(event, Routed) or not event.candidates:
+    if isinstance(event, FleetRows):
+        names = sum(len(name) + 3 for name in event.instance_ids)
+        return 512 + names + len(event.epochs) + len(event.applied)
+    fixed = 768 + len(event.request_id)
+    if not isinstance(event, Routed) or event.candidates is None:
         return fixed
-    name = event.candidates[0].instance_id
-    return fixed + len(event.candidates) * (len(name) + 48)
+    return fixed + _bytes_of_columns(event.candidates)
+
+
+def _bytes_of_columns(columns: CandidateColumns) -> int:
+    numbers = (
+        columns.hit_tokens,
+        columns.promised_tokens,
+        columns.queued_tokens,
+        columns.batch_size,
+        columns.context_tokens,
+        columns.applied,
+        columns.inexact,
+        *columns.excluded.values(),
+    )
+    return sum(map(len, numbers)) + 256 + 32 * len(columns.levels)

@@ -62,6 +62,7 @@ class PlaneConfig(msgspec.Struct, frozen=True):
         blind_s: with every instance stale for this long, even load is unknown: round robin.
         batch_cap: largest batch of an instance; None for no cap.
         totals_every_s: how often `RouterTotals` are published.
+        rows_every_s: how often `FleetRows` are told anew, for who has missed them.
         sweep_blocks: blocks swept at a time: about half a millisecond.
         route_events_max: route events kept for the next batch; the oldest go beyond it.
         tier_credit: what a hit token is worth, by memory tier.
@@ -77,6 +78,7 @@ class PlaneConfig(msgspec.Struct, frozen=True):
     blind_s: float = 60.0
     batch_cap: int | None = None
     totals_every_s: float = 0.25
+    rows_every_s: float = 5.0
     sweep_blocks: int = 2_000
     route_events_max: int = 10_000
     tier_credit: tuple[float, ...] = (1.0, 0.75, 0.5)
@@ -124,7 +126,7 @@ class Plane:
             promise_s=config.promise_s,
             rng=rng,
         )
-        self._totals_due_s = float("-inf")
+        self._totals_due_s = self._rows_due_s = float("-inf")
         self._on: dict[type, Callable[[Any, float], list[Effect]]] = {
             InstanceRecord: self._record,
             InstanceGone: self._gone,
@@ -304,6 +306,9 @@ class Plane:
         if now_s >= self._totals_due_s:
             self._totals_due_s = now_s + self.config.totals_every_s
             self.requests.tell_totals()
+        if now_s >= self._rows_due_s:
+            self._rows_due_s = now_s + self.config.rows_every_s
+            self.requests.tell_rows()
         return effects
 
     def sweep(self) -> bool:

@@ -143,6 +143,9 @@ POLICIES: dict[str, type[Any]] = {
 }
 """Every policy by its name, for configuration."""
 
+READS_CONTEXT = frozenset({DynamoCost.name})
+"""Policies whose scores depend on `context_tokens`."""
+
 
 def make_policy(name: str, /, **parameters: Any) -> Policy:
     """Return the policy of this name.

@@ -13,6 +13,7 @@ Source: LMetric (arXiv 2603.15202); the queue term and the +1 are in its release
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Protocol
 
@@ -105,6 +106,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
         scores: (n,) of all instances, candidates or not.
         candidates: (n,) instances that passed the filters; None if all did.
         ignored: names of the filters that would have left nobody.
+        filters: (name, (n,) who passes) of those in force, in order; empty if everybody passed all.
     """
 
     index: int
@@ -114,6 +116,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     scores: FloatArray
     candidates: BoolArray | None = None
     ignored: tuple[str, ...] = ()
+    filters: Sequence[tuple[str, BoolArray]] = ()
 
 
 def decide(view: FleetView, request: Request, policy: Policy, rotation: int) -> Choice | None:
@@ -132,9 +135,9 @@ def decide(view: FleetView, request: Request, policy: Policy, rotation: int) -> 
     if candidates is not None:
         passed = np.count_nonzero(candidates)
         if passed == len(view):
-            candidates = None
+            candidates, filters = None, []
         elif not passed:
-            candidates, ignored = _without_those_that_leave_nobody(filters)
+            candidates, ignored = without_those_that_leave_nobody(filters)
     scores = policy.score(view, request)
     ranked = scores if candidates is None else np.where(candidates, scores, _INFINITY)
     best = float(ranked[ranked.argmin()])
@@ -143,10 +146,10 @@ def decide(view: FleetView, request: Request, policy: Policy, rotation: int) -> 
     else:  # Scores beyond float64, as absurd exponents make them, say nothing.
         tied = np.arange(len(view)) if candidates is None else candidates.nonzero()[0]
     index = int(tied[rotation % len(tied)])
-    return Choice(index, best, policy.name, len(tied), scores, candidates, ignored)
+    return Choice(index, best, policy.name, len(tied), scores, candidates, ignored, filters)
 
 
-def _without_those_that_leave_nobody(
+def without_those_that_leave_nobody(
     filters: list[tuple[str, BoolArray]],
 ) -> tuple[BoolArray | None, tuple[str, ...]]:
     """Return who passes the other filters, taken in order, and the names of the ignored ones."""

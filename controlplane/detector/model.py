@@ -7,10 +7,12 @@ leader writes what `writes` returns, and takes the answers in with `written`. No
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import msgspec
 
 from controlplane.bus.protocol import Entry
+from controlplane.core.candidates import RowsBook
 from controlplane.core.detector import Change, HotspotDetector
 from controlplane.core.detector_stats import RouteStats
 from controlplane.core.detector_streams import RouterStreams
@@ -27,6 +29,7 @@ from controlplane.core.detector_writes import (
 from controlplane.detector.config import DetectorServiceConfig
 from schemas.bus import (
     Finished,
+    FleetRows,
     HotspotCleared,
     HotspotRaised,
     PolicyOverride,
@@ -62,6 +65,7 @@ class WatchedModel:
         self.seen: dict[str, Seen] = {}
         self.counts: Counter[str] = Counter()
         self._config = config
+        self._rows = RowsBook()
         self._cleared: dict[int, HotspotCleared] = {}
         self._policy_rests_until_s = float("-inf")
         self._writing = ""
@@ -81,8 +85,11 @@ class WatchedModel:
         changes: list[Change] = []
         for event in batch.events:
             if isinstance(event, Routed):
-                self.stats.routed(event, now_s)
-                changes += self.detector.routed(event, now_s, now_wall_s)
+                seen = partial(self._rows.read, batch.router_id, batch.epoch, event)
+                self.stats.routed(event, now_s, seen)
+                changes += self.detector.routed(event, now_s, now_wall_s, seen)
+            elif isinstance(event, FleetRows):
+                self._rows.told(batch.router_id, batch.epoch, event)
             elif isinstance(event, Finished):
                 self.stats.finished(event)
         return self._noted(changes)

@@ -6,7 +6,8 @@ import pytest
 
 from controlplane.core.detector import Change, DetectorConfig, HotspotDetector
 from controlplane.core.detector_trouble import TroubleConfig
-from schemas.bus import Candidate, ClassCoverage, HotspotCleared, HotspotRaised, Routed
+from schemas.bus import ClassCoverage, HotspotCleared, HotspotRaised, Routed
+from tests.core.candidate_helpers import candidates
 
 
 def _routed(key: int, holders: int = 1, **fields: object) -> Routed:
@@ -32,11 +33,11 @@ def _raise(detector: HotspotDetector, key: int, now_s: float = 1.0) -> HotspotRa
 def test_a_verdict_carries_its_evidence() -> None:
     """Counts, holders, fleet, streak, scores, the reason in words, and who held the class."""
     detector = _leader()
-    names = [Candidate(name, hit, 0, 0, 0.0) for name, hit in (("a", 16), ("b", 64), ("c", 0))]
+    names = candidates("abc", hits=(16, 64, 0))
     others = [Routed("o", "i", 0.0)] * 2
     changes: list[Change] = []
-    for event in (*others, *[_routed(7, candidates=names)] * 4):
-        changes += detector.routed(event, 1.0, 123.0)
+    for event in (*others, *[_routed(7)] * 4):
+        changes += detector.routed(event, 1.0, 123.0, lambda: names)
     (verdict,) = changes
     assert isinstance(verdict, HotspotRaised)
     assert (verdict.key, verdict.depth_blocks, verdict.instances) == (7, 4, ["b"])

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from controlplane.core.candidates import Candidates
 from controlplane.core.detector_stats import Histogram, RouteStats
-from schemas.bus import Candidate, Finished, Routed
+from schemas.bus import Finished, Routed
+from tests.core.candidate_helpers import candidates
+
+ROUTED = Routed("r", "i0", 0.0)
 
 
-def _decision(*scores: float, **fields: object) -> Routed:
-    candidates = [Candidate(f"i{n}", 0, 0, 0, score) for n, score in enumerate(scores)]
-    return Routed("r", "i0", 0.0, candidates=candidates, **fields)  # type: ignore[arg-type]
+def _seen(*scores: float, barred: int = 0) -> Callable[[], Candidates]:
+    """Return what lets a decision be read; of these scores the last `barred` are not eligible."""
+    names = [f"i{number}" for number in range(len(scores))]
+    eligible = [True] * (len(scores) - barred) + [False] * barred
+    return lambda: candidates(names, scores=scores, eligible=eligible)
 
 
 def test_a_histogram_counts_by_inclusive_upper_bound() -> None:
@@ -39,9 +47,7 @@ def test_hits_are_told_apart_into_promised_and_actual() -> None:
 def test_the_spread_is_that_of_the_scores_that_could_be_chosen() -> None:
     """Variance and variation over the eligible instances; infinities say nothing."""
     stats = RouteStats()
-    event = _decision(2.0, 4.0, 6.0, float("inf"))
-    barred = [*event.candidates, Candidate("x", 0, 0, 0, 1e9, False)]
-    stats.routed(Routed("r", "i", 0.0, candidates=barred), 0.0)
+    stats.routed(ROUTED, 0.0, _seen(2.0, 4.0, 6.0, float("inf"), 1e9, barred=1))
     assert stats.variance == pytest.approx(8 / 3)
     assert stats.variation == pytest.approx((8 / 3) ** 0.5 / 4)
 
@@ -49,33 +55,36 @@ def test_the_spread_is_that_of_the_scores_that_could_be_chosen() -> None:
 def test_recent_decisions_weigh_most() -> None:
     """After ten memories the old spread is forgotten; soon after it is not."""
     stats = RouteStats()
-    stats.routed(_decision(1.0, 3.0), 0.0)
-    stats.routed(_decision(1.0, 1.0), 1.0)
+    stats.routed(ROUTED, 0.0, _seen(1.0, 3.0))
+    stats.routed(ROUTED, 1.0, _seen(1.0, 1.0))
     assert stats.variance == pytest.approx(0.905, abs=1e-3)
-    stats.routed(_decision(1.0, 1.0), 101.0)
+    stats.routed(ROUTED, 101.0, _seen(1.0, 1.0))
     assert stats.variance == pytest.approx(0.0, abs=1e-3)
 
 
 def test_the_spread_is_sampled_in_time() -> None:
     """It visits every instance, so it is not computed for every request of a burst."""
     stats = RouteStats()
-    stats.routed(_decision(1.0, 3.0), 0.0)
-    stats.routed(_decision(1.0, 1.0), 0.049)
+    stats.routed(ROUTED, 0.0, _seen(1.0, 3.0))
+    stats.routed(ROUTED, 0.049, _seen(1.0, 1.0))
     assert stats.variance == 1.0
 
 
 @pytest.mark.parametrize(
-    "event",
+    ("policy", "seen"),
     [
-        _decision(0.0, 0.0),
-        _decision(float("inf")),
-        _decision(1.0, 3.0, policy="round_robin"),
-        Routed("r", "i", 0.0),
+        ("multiplicative", _seen(0.0, 0.0)),
+        ("multiplicative", _seen(float("inf"))),
+        ("round_robin", _seen(1.0, 3.0)),
+        ("multiplicative", lambda: candidates("ab")),
+        ("multiplicative", lambda: None),
     ],
 )
-def test_decisions_without_scores_leave_the_spread_alone(event: Routed) -> None:
+def test_decisions_without_scores_leave_the_spread_alone(
+    policy: str, seen: Callable[[], Candidates | None]
+) -> None:
     """Nothing is made of no numbers."""
     stats = RouteStats()
-    stats.routed(event, 0.0)
+    stats.routed(Routed("r", "i", 0.0, policy=policy), 0.0, seen)
     assert stats.variance is None
     assert stats.variation is None

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from controlplane.bus.protocol import PAYLOAD_BYTES_MAX
 from controlplane.core.outbox import BATCH_BYTES_MAX, Outbox
-from schemas.bus import Candidate, Finished, Prefilled, Routed, RouterTotals
+from schemas.bus import (
+    CandidateColumns,
+    Finished,
+    FleetRows,
+    Prefilled,
+    PrefixLevel,
+    Routed,
+    RouterTotals,
+)
 from schemas.codec import encode
 
 
@@ -37,7 +45,20 @@ def test_a_batch_stays_within_what_the_bus_takes() -> None:
     """Decisions over a large fleet are split over batches by their size, not only their number."""
     outbox = Outbox("r", 7, 1000)
     name = "instance-with-quite-a-long-name-0001"
-    candidates = [Candidate(name, 1 << 20, 1 << 20, 200, 1e9) for _ in range(1024)]
+    outbox.add(FleetRows(1, [name] * 1024, bytes(8192), bytes(4096)))
+    numbers = bytes(4096)
+    candidates = CandidateColumns(
+        1,
+        numbers,
+        numbers,
+        numbers,
+        numbers,
+        numbers,
+        numbers,
+        inexact=bytes(128),
+        excluded={"health": bytes(128), "draining": bytes(128)},
+        levels=[PrefixLevel(1 << 20, 1 << 63, 1 << 63)] * 40,
+    )
     for number in range(60):
         outbox.add(Routed(f"q{number}", name, 1.0, candidates=candidates))
     outbox.add(Finished("q", name, "ok", 200, 1.0))
@@ -47,7 +68,7 @@ def test_a_batch_stays_within_what_the_bus_takes() -> None:
     while (batch := outbox.take(0.0)) is not None:
         taken += len(batch.events)
         sizes.append(len(encode(batch)))
-    assert taken == 62
+    assert taken == 63
     assert max(sizes) <= BATCH_BYTES_MAX < PAYLOAD_BYTES_MAX
 
 

@@ -22,9 +22,11 @@ from zlib import crc32
 
 import msgspec
 
+from controlplane.core.candidates import Candidates
 from controlplane.core.detector import Change, DetectorConfig, HotspotDetector
 from controlplane.core.detector_trouble import TroubleConfig
-from schemas.bus import Candidate, ClassCoverage, HotspotRaised, Routed
+from schemas.bus import ClassCoverage, HotspotRaised, Routed
+from tests.core.candidate_helpers import candidates
 
 FOLDER = Path(__file__).parent / "detector"
 _INDENT = "    "
@@ -99,11 +101,13 @@ class Script:
         elif verb == "show":
             self._show()
         else:
-            return detector.routed(self._routed(words), now_s, now_s)
+            event, seen = self._routed(words)
+            return detector.routed(event, now_s, now_s, lambda: seen)
         return []
 
-    def _routed(self, words: list[str]) -> Routed:
+    def _routed(self, words: list[str]) -> tuple[Routed, Candidates | None]:
         classes: list[ClassCoverage] = []
+        seen: Candidates | None = None
         fields: dict[str, object] = {"fleet": 0}
         waiting = words[1:] if words[0] == "other" else list(words)
         while waiting:
@@ -113,10 +117,8 @@ class Script:
             elif word == "retry":
                 fields["attempt"] = 1
             elif word == "on":
-                fields["candidates"] = [
-                    Candidate(name, int(hit), 0, 0, 0.0)
-                    for name, _, hit in (each.partition("*") for each in waiting.pop(0).split(","))
-                ]
+                hits = dict(each.split("*") for each in waiting.pop(0).split(","))
+                seen = candidates(list(hits), hits=[int(hit) for hit in hits.values()])
             else:
                 holders, fleet = map(int, waiting.pop(0).split(":"))
                 inside, outside = waiting.pop(0).split("|")
@@ -124,7 +126,8 @@ class Script:
                 best = _score(inside), _score(outside)
                 classes.append(ClassCoverage(self._key(word), depth, holders, *best))
                 fields["fleet"] = fleet
-        return Routed("r", "i", 0.0, classes=classes, **fields)  # type: ignore[arg-type]
+        event = Routed("r", "i", 0.0, classes=classes, **fields)  # type: ignore[arg-type]
+        return event, seen
 
     def _key(self, name: str) -> int:
         key = key_of(name)

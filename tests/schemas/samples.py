@@ -38,13 +38,36 @@ ROUTED = bus.Routed(
     tenant="gold",
     fleet=16,
     classes=[bus.ClassCoverage(KEY, 4, 2, 7488.0, 9000.5), bus.ClassCoverage(1, 8, 0)],
-    candidates=[
-        bus.Candidate("gpu-1:8000", 7936, 512, 12, 7488.0),
-        bus.Candidate("b", 0, 0, 0, 1.5, False),
-    ],
     decide_s=0.000_05,
     tokenize_s=0.001,
     queue_s=0.25,
+    block_size=16,
+    prompt_key=KEY,
+    alpha=1.5,
+    beta=0.5,
+    candidates=bus.CandidateColumns(
+        3,
+        hit_tokens=bytes.fromhex("001f 0000"),
+        promised_tokens=bytes.fromhex("00 10"),
+        queued_tokens=bytes.fromhex("0002 0000"),
+        batch_size=bytes.fromhex("0c 00"),
+        context_tokens=bytes.fromhex("00770100 00000000"),
+        applied=bytes.fromhex("02 00"),
+        inexact=bytes.fromhex("01"),
+        excluded={"draining": bytes.fromhex("02"), "hotspot": bytes.fromhex("01")},
+        levels=[bus.PrefixLevel(4, 1, KEY), bus.PrefixLevel(496, KEY)],
+    ),
+)
+
+ROWS = bus.FleetRows(
+    3,
+    ["gpu-1:8000", "b"],
+    epochs=HASHES[:16],
+    applied=bytes.fromhex("2900 0000"),
+    policy="linear",
+    parameters={"weight": 0.5, "nothing": None},
+    tier_credit=(1.0, 0.75),
+    batch_cap=256,
 )
 
 FINISHED = bus.Finished(
@@ -113,6 +136,7 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                 99,
                 1_700_000_000.25,
                 [
+                    ROWS,
                     ROUTED,
                     bus.Prefilled("req-1", "gpu-1:8000", 32, ttft_s=0.125),
                     FINISHED,
@@ -125,6 +149,8 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                 100,
                 1_700_000_000.25,
                 [
+                    bus.FleetRows(1, []),
+                    bus.Routed("q", "a", 0.0, candidates=bus.CandidateColumns(1)),
                     bus.Routed("q", "a", 0.0),
                     bus.Prefilled("q", "a", 0),
                     bus.Finished("q", "a", "ok", 200, 0.0),

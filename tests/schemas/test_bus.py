@@ -84,9 +84,10 @@ def as_newer(value: Any) -> Any:
     config = value.__struct_config__
     if config.array_like:
         return [*fields.values(), {"new": 1}]
+    tag = {} if config.tag is None else {config.tag_field: config.tag}
     return {
         "new_in_front": b"x",
-        config.tag_field: config.tag,
+        **tag,
         **fields,
         "new": [1, {"deep": None}],
     }
@@ -135,10 +136,11 @@ def changed(name: str, path: tuple[str | int, ...], value: Any) -> bytes:
         ("load_report", ("waiting",), 2**60),
         ("load_report", ("kv_usage",), math.nan),
         ("load_report", ("prefill_tokens_per_s",), math.inf),
-        ("route_batch", ("events", 0, "new_tokens"), -64),
-        ("route_batch", ("events", 0, "candidates", 0, 3), -1),
-        ("route_batch", ("events", 2, "released_tokens"), 2**63),
-        ("route_batch", ("events", 3, "bookings", "gpu-1:8000"), [-1, 0, 0]),
+        ("route_batch", ("events", 0, "epochs"), bytes(8)),
+        ("route_batch", ("events", 1, "new_tokens"), -64),
+        ("route_batch", ("events", 1, "candidates", "version"), -1),
+        ("route_batch", ("events", 3, "released_tokens"), 2**63),
+        ("route_batch", ("events", 4, "bookings", "gpu-1:8000"), [-1, 0, 0]),
         ("hotspot_raised", ("ttl_s",), math.nan),
         ("policy_override", ("ttl_s",), -1.0),
         ("instance_record", ("heartbeat_s",), math.nan),
