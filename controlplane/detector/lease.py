@@ -68,6 +68,10 @@ class Lease:
         """Seconds for which this process may still act as the leader; not positive: it may not."""
         return self._until_s - self._margin_s - self._clock()
 
+    def doubt(self) -> None:
+        """Do nothing more before the next renewal: somebody else may be leading."""
+        self._until_s = float("-inf")
+
     async def step(self) -> bool:
         """Renew the lease or try to get it; return whether this process may lead.
 

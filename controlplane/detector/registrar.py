@@ -52,7 +52,7 @@ class Registrar:
     async def _write(
         self, bucket: Bucket, model: WatchedModel, write: Write, left_s: float
     ) -> bool:
-        """Do one write within what is left of the lease; False if the bus cannot do it now."""
+        """Do one write within what is left of the lease; False if no further one should follow."""
         model.writing(write.name)
         try:
             async with asyncio.timeout(left_s):
@@ -60,7 +60,9 @@ class Registrar:
         except WrongRevision as error:
             self.counts["fenced"] += 1
             logger.warning("somebody else wrote %s: %s", write.name, error)
-            return await self._reread(bucket, model, write.name)
+            self._lease.doubt()
+            await self._reread(bucket, model, write.name)
+            return False
         except (BusError, TimeoutError) as error:
             self.counts["failed"] += 1
             logger.debug("%s of %s was not written: %s", write.name, model.name, error)
@@ -85,15 +87,15 @@ class Registrar:
             return await bucket.create(key, value)
         return await bucket.update(key, value, write.revision)
 
-    async def _reread(self, bucket: Bucket, model: WatchedModel, name: str) -> bool:
+    async def _reread(self, bucket: Bucket, model: WatchedModel, name: str) -> None:
+        """Learn what somebody else wrote; if that fails, the next try is fenced as well."""
         model.writing("")
         try:
             entry = await bucket.get(subjects.key(model.name, name))
         except BusError as error:
             logger.debug("%s of %s was not read: %s", name, model.name, error)
-            return False
+            return
         model.reread(name, entry, self._clock())
-        return True
 
     def _tell(
         self, model: str, message: HotspotRaised | HotspotCleared | PolicyOverride, revision: int

@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 from controlplane.bus.protocol import Bus, BusError, Entry, Subscription
 from controlplane.core.detector import Change
@@ -37,6 +38,9 @@ SERVICE = "detector"
 class DetectorService:
     """Everything that one detector process runs.
 
+    Args:
+        clock: monotonic; by it time passes for verdicts and the lease.
+
     Attributes:
         detector_id: its name.
         models: what it watches, by model id.
@@ -46,7 +50,12 @@ class DetectorService:
         counts: messages, undecodable, overflow, models_refused, bus_errors.
     """
 
-    def __init__(self, bus: Bus, config: DetectorServiceConfig) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        config: DetectorServiceConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.detector_id = config.detector_id or f"detector-{secrets.token_hex(4)}"
         self.models: dict[str, WatchedModel] = {}
@@ -55,10 +64,16 @@ class DetectorService:
         # A name may be used again after a restart; the lease tells one life from another.
         holder = f"{self.detector_id}/{secrets.token_hex(4)}"
         self.lease = Lease(
-            bus, SERVICE, holder, ttl_s=config.lease_ttl_s, margin_s=config.lease_margin_s
+            bus,
+            SERVICE,
+            holder,
+            ttl_s=config.lease_ttl_s,
+            margin_s=config.lease_margin_s,
+            clock=clock,
         )
-        self.registrar = Registrar(bus, self.lease)
+        self.registrar = Registrar(bus, self.lease, clock)
         self._bus = bus
+        self._clock = clock
         self._queue: deque[tuple[str, bytes]] = deque()
         self._draining = False
         self._changed = asyncio.Event()
@@ -145,7 +160,7 @@ class DetectorService:
         model = self._model(name)
         if model is not None:
             self.counts["messages"] += 1
-            self._note(model.batch(batch, time.monotonic(), time.time()))
+            self._note(model.batch(batch, self._clock(), time.time()))
 
     def _model(self, name: str) -> WatchedModel | None:
         """Return a model, watched from now on if it is new; None at the bound."""
@@ -154,9 +169,9 @@ class DetectorService:
             if len(self.models) >= self.config.models_max:
                 self.counts["models_refused"] += 1
                 return None
-            model = self.models[name] = WatchedModel(name, self.config, time.monotonic())
+            model = self.models[name] = WatchedModel(name, self.config, self._clock())
             if self.leading:
-                model.lead({}, time.monotonic())
+                model.lead({}, self._clock())
         return model
 
     def _note(self, changes: list[Change]) -> None:
@@ -171,7 +186,7 @@ class DetectorService:
             name, part = subjects.parse_key(entry.key)
             model = self._model(name)
             if model is not None:
-                model.entry(part, entry, time.monotonic())
+                model.entry(part, entry, self._clock())
         except RemoteError as error:
             self.counts["undecodable"] += 1
             logger.warning("unreadable entry %s: %s", entry.key, error)
@@ -181,7 +196,7 @@ class DetectorService:
         logger.warning("the bus is %s", "connected" if connected else "lost")
         if connected:
             for model in self.models.values():
-                model.lost(time.monotonic())
+                model.lost(self._clock())
 
     # --- leading
 
@@ -217,7 +232,7 @@ class DetectorService:
         if self.lease.left_s <= 0:
             return
         for name, entries in found.items():
-            self.models[name].lead(entries, time.monotonic())
+            self.models[name].lead(entries, self._clock())
         self.leading = True
         standing = sum(len(model.detector.standing) for model in self.models.values())
         logger.info("%s leads; %d verdicts stand", self.detector_id, standing)
@@ -251,4 +266,4 @@ class DetectorService:
         while True:
             await asyncio.sleep(self.config.tick_s)
             for model in self.models.values():
-                self._note(model.tick(time.monotonic(), time.time()))
+                self._note(model.tick(self._clock(), time.time()))

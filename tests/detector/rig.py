@@ -1,4 +1,4 @@
-"""Detectors and a pretended router on one bus in memory, with short times."""
+"""Detectors and pretended routers on one bus in memory, in virtual time."""
 
 from __future__ import annotations
 
@@ -23,32 +23,42 @@ from schemas.bus import (
     HotspotRaised,
     PolicyOverride,
     RouteBatch,
-    RouteEvent,
     Routed,
+    RouteEvent,
     decode_hotspot,
 )
 from schemas.codec import encode
+from tests.detector.virtual import now
 
 MODEL = "m"
 HOT = 0xFEED_0000_0000_0007
-FAST = DetectorServiceConfig(
-    detector=DetectorConfig(requests_min=3, ttl_s=1.2),
-    lease_ttl_s=0.3,
-    lease_margin_s=0.05,
-    lease_renew_s=0.1,
-    lease_poll_s=0.02,
-    renew_s=0.4,
-    tick_s=0.02,
-    operator_rest_s=0.5,
-)
+CONFIG = DetectorServiceConfig(detector=DetectorConfig(requests_min=3))
+"""Production's times."""
 
 
-async def eventually(true: Callable[[], object], within_s: float = 5.0) -> None:
+async def eventually(true: Callable[[], object], within_s: float = 60.0) -> None:
     """Return when a condition holds; fail when it does not in time."""
-    deadline = time.monotonic() + within_s
+    deadline = now() + within_s
     while not true():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.005)
+        assert now() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.02)
+
+
+async def steadily(
+    true: Callable[[], object], until: Callable[[], object], within_s: float = 60.0
+) -> None:
+    """Look all the time that something holds, until something else does."""
+    deadline = now() + within_s
+    while not until():
+        assert true(), "it ceased to hold"
+        assert now() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.02)
+
+
+async def for_s(seconds: float, true: Callable[[], object]) -> None:
+    """Look all the time that something holds, for some time."""
+    until_s = now() + seconds
+    await steadily(true, lambda: now() >= until_s, seconds + 1.0)
 
 
 class PretendedRouter:
@@ -62,7 +72,6 @@ class PretendedRouter:
     def __init__(self, bus: Bus, name: str = "router-a") -> None:
         self.verdicts = Verdicts()
         self.told: list[HotspotRaised | HotspotCleared] = []
-        self.events: list[tuple[float, bool]] = []
         self._bus = bus
         self._name = name
         self._epoch = time.time_ns()
@@ -77,7 +86,7 @@ class PretendedRouter:
         return self
 
     def _entry(self, entry: Entry) -> None:
-        now_s = time.monotonic()
+        now_s = now()
         found = self._standing.feed(entry.key, entry.value, entry.revision, now_s)
         if found is None:
             return
@@ -94,7 +103,7 @@ class PretendedRouter:
 
     def barred(self) -> set[int]:
         """Return the classes that are barred now."""
-        self.verdicts.expire(time.monotonic())
+        self.verdicts.expire(now())
         return {verdict.key for verdict in self.verdicts.hotspots}
 
     def say(self, *events: RouteEvent) -> None:
@@ -119,7 +128,7 @@ def routed(key: int = HOT, holders: int = 1, **fields: Any) -> Routed:
 class Rig:
     """A broker with detectors and a router; an async context manager."""
 
-    def __init__(self, config: DetectorServiceConfig = FAST) -> None:
+    def __init__(self, config: DetectorServiceConfig = CONFIG) -> None:
         self.config = config
         self.broker = MemoryBroker()
         self.buses: dict[str, MemoryBus] = {}
@@ -150,7 +159,7 @@ class Rig:
         """Start a detector."""
         config = msgspec.structs.replace(self.config, detector_id=name, **changes)
         self.buses[name] = self.broker.bus()
-        self.detectors[name] = DetectorService(self.buses[name], config)
+        self.detectors[name] = DetectorService(self.buses[name], config, now)
         await self.detectors[name].start()
         return self.detectors[name]
 
