@@ -30,6 +30,8 @@ class RouterConfig(msgspec.Struct, frozen=True):
         events_max: bus messages waiting to be taken in; beyond it the oldest are dropped, which
             shows as a gap and heals.
         events_slice_s: time given to bus messages before requests get their turn.
+        join_s_max: how long a router that starts learns before it listens for clients: one that
+            serves at once refuses them, or scatters their prefixes.
         tick_s: how often ageing and sweeping run.
         flush_s: how long route events wait for company.
         snapshot_timeout_s: silence of a sidecar that was asked for a snapshot, or in the middle of
@@ -55,6 +57,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
     prefix_cache_bytes: int = 500_000_000
     events_max: int = 100_000
     events_slice_s: float = 0.002
+    join_s_max: float = 5.0
     tick_s: float = 0.1
     flush_s: float = 0.005
     snapshot_timeout_s: float = 2.0

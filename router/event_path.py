@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from controlplane.bus.protocol import Bus, BusError, Entry, Objects, Subscription
+from controlplane.bus.protocol import Bus, BusError, Entry, Objects, Subscription, Watch
 from controlplane.core.effects import Alarm, Effect, FetchSnapshot
 from controlplane.core.events import (
     BreakerState,
@@ -25,6 +25,7 @@ from controlplane.core.events import (
     SnapshotFailed,
     Tick,
 )
+from controlplane.core.stream import Trust
 from router.config import RouterConfig
 from router.directory import Directory, ServedModel
 from router.standing import StandingVerdicts
@@ -36,6 +37,7 @@ from schemas.codec import RemoteError, encode
 logger = logging.getLogger(__name__)
 
 _SWEEPS_MAX = 100  # steps a tick
+_LOOK_S = 0.02
 
 _DECODERS: dict[str, Callable[[bytes], Event]] = {
     "kv": messages.decode_kv,
@@ -77,6 +79,7 @@ class EventPath:
         self._tasks: set[asyncio.Task[None]] = set()
         self._snapshots = asyncio.Semaphore(config.snapshots_at_once)
         self._subscriptions: list[Subscription] = []
+        self._watches: list[Watch] = []
         self._flush_due: asyncio.TimerHandle | None = None
         self._cards: Objects | None = None
         self._loading: set[str] = set()
@@ -91,20 +94,46 @@ class EventPath:
                 await self._bus.subscribe(subjects.all_of(kind), self._message)
             )
         instances = await self._bus.bucket(subjects.INSTANCES)
-        self._subscriptions.append(await instances.watch(self._instance_entry))
+        self._watches.append(await instances.watch(self._instance_entry))
         verdicts = await self._bus.bucket(subjects.VERDICTS)
-        self._subscriptions.append(await verdicts.watch(self._verdict_entry))
+        self._watches.append(await verdicts.watch(self._verdict_entry))
         self._spawn(self._ticking())
+
+    async def caught_up(self, within_s: float) -> bool:
+        """Wait until this router knows what the others know; False if that took too long.
+
+        That is: every record and verdict there is, every block set, and how to read prompts.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                for watch in self._watches:
+                    await watch.synced(within_s)
+                while True:
+                    if not self._behind():
+                        return True
+                    await asyncio.sleep(_LOOK_S)
+        except (BusError, TimeoutError):
+            return False
+
+    def _behind(self) -> bool:
+        """Whether something that is known to exist has not arrived yet."""
+        return bool(self._loading) or any(
+            instance.trust is not Trust.EXACT
+            for served in self._directory
+            for instance in served.plane.fleet
+        )
 
     async def stop(self) -> None:
         """Tell what is left to tell, and end."""
-        for subscription in self._subscriptions:
+        for subscription in (*self._subscriptions, *self._watches):
             await subscription.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._flush_due is not None:
             self._flush_due.cancel()
+        for served in self._directory:
+            served.plane.requests.tell_totals()  # the others need not wait for our silence
         self.flush()
 
     @property

@@ -66,7 +66,7 @@ class RouterProcess:
         return PromptReader(card, self._cache, self._executor)
 
     async def start(self) -> None:
-        """Serve; returns once both ports listen.
+        """Learn what the bus knows, then serve; returns once both ports listen.
 
         Raises:
             OSError: a port cannot be bound.
@@ -74,6 +74,8 @@ class RouterProcess:
         config = self.config
         self.metrics.watch(self._directory, self._samples)
         await self.events.start()
+        if not await self.events.caught_up(config.join_s_max if self._bus.connected else 0.0):
+            logger.warning("serving without having learnt all that the bus knows")
         self.address = await self._server.start(
             config.host, config.port, reuse_port=config.reuse_port
         )

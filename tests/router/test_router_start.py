@@ -1,0 +1,69 @@
+"""How a router process begins and ends: it serves once it knows, and leaves nothing booked."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from router.main import RouterProcess
+from schemas import subjects
+from schemas.bus import RouteBatch, RouterTotals, decode_route
+from tests.core.plane_helpers import Publisher, prompt
+from tests.router.service_rig import MODEL, ServiceRig, until
+
+pytestmark = pytest.mark.slow  # each starts routers with a real tokenizer
+
+
+def another(rig: ServiceRig, join_s_max: float = 5.0) -> RouterProcess:
+    """Return a second router on the rig's bus."""
+    config = msgspec.structs.replace(
+        rig.process.config, router_id="other", join_s_max=join_s_max, tick_s=60.0
+    )
+    return RouterProcess(config, rig.broker.bus())
+
+
+async def test_a_router_listens_once_it_knows_what_the_others_know() -> None:
+    """At its first request it has the instances, their blocks and the tokenizer."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        publisher = rig.publishers["a"]
+        await rig.publish(publisher.store(prompt(1, 2, 3)))
+        await rig.bus.serve(subjects.snapshot(MODEL, "a"), rig.snapshots("a"))
+        other = another(rig)
+        await other.start()
+        served = other.router.directory.get(MODEL)
+        assert served is not None
+        assert served.reader is not None
+        (instance,) = served.plane.fleet
+        assert set(served.plane.index.blocks(instance.slots[0])) == publisher.blocks
+        await other.stop()
+
+
+async def test_a_router_that_cannot_learn_all_serves_in_the_end() -> None:
+    """A sidecar that does not answer holds up a router's start for `join_s_max`, not for ever."""
+    async with ServiceRig() as rig:
+        await rig.instance("a", seen=False)
+        await until(lambda: rig.known("a"))
+        rig.publishers["a"] = Publisher("a")
+        other = another(rig, join_s_max=0.3)
+        began_s = time.monotonic()
+        await other.start()
+        assert 0.25 < time.monotonic() - began_s < 5.0
+        assert other.address[1]
+        await other.stop()
+
+
+async def test_a_router_that_stops_tells_that_nothing_is_booked() -> None:
+    """Its last word to the other routers is an empty total, whatever they had missed."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        told: list[RouteBatch] = []
+        subject = subjects.route(MODEL, "other")
+        await rig.bus.subscribe(subject, lambda _, payload: told.append(decode_route(payload)))
+        other = another(rig)
+        await other.start()
+        await other.stop()
+        await until(lambda: told)
+        assert told[-1].events[-1] == RouterTotals({})
