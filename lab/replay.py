@@ -1,0 +1,271 @@
+"""Replays a trace in simulated time through the production decision code.
+
+Theory of operation. One heap of events (`replay_agenda`). Requests arrive at their times at one of
+the routers (`replay_router`: the production plane), which decides on what it knows, and join the
+chosen engine's queue (`replay_instance`). Engines skip ahead from one event to the next: a run of
+decode steps is one event, however long, up to the next arrival. When a step ends, its tokens reach
+the router at once, as they do on the stream of the answer; its block events reach every router
+after that router's lag, and so do the routers' messages to each other.
+
+Nothing here reads a clock: the same trace, policy and seed give the same result.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from controlplane.core.dispatch import Ticket
+from lab.engine_types import Output
+from lab.replay_agenda import Agenda
+from lab.replay_config import PolicySpec, ReplayConfig
+from lab.replay_feed import BlockFeed, DirectFeed, SidecarFeed
+from lab.replay_instance import SimInstance
+from lab.replay_prompts import NamedPrompts, Prompts, TokenPrompts
+from lab.replay_result import Result
+from lab.replay_router import SimRouter
+from lab.traces import Trace
+from schemas.bus import KvBatch, LoadReport, RouteBatch
+
+Progress = Callable[[int], None]
+"""Told how many requests have arrived so far."""
+
+
+def replay(
+    trace: Trace, spec: PolicySpec, config: ReplayConfig, progress: Progress | None = None
+) -> Result:
+    """Return what a policy makes of a trace.
+
+    Raises:
+        ValueError: no request fits into an engine, or the settings make no sense.
+    """
+    trace = trace.within(config.engine.max_model_len)
+    if not trace.requests:
+        raise ValueError(
+            f"{trace.name}: no request has at most {config.engine.max_model_len} tokens"
+        )
+    with _without_gc():
+        began_s = time.process_time()
+        world = _Replay(trace, spec, config, progress)
+        world.run()
+        return world.result(time.process_time() - began_s)
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Let no collection visit millions of blocks; nothing here leaves cycles behind."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _ways(trace: Trace, config: ReplayConfig) -> tuple[Prompts, Callable[[str], BlockFeed]]:
+    """Return how requests are made, and how an instance's events become batches."""
+    if not config.through_sidecars:
+        return NamedPrompts(trace, config.block_size), DirectFeed
+    prompts = TokenPrompts(trace, config.block_size)
+    return prompts, lambda name: SidecarFeed(name, config.block_size, prompts.tokens)
+
+
+class _Open:
+    """A request on its way."""
+
+    __slots__ = ("position", "router", "ticket", "ttft_s")
+
+    def __init__(self, position: int, router: SimRouter, ticket: Ticket) -> None:
+        self.position = position
+        self.router = router
+        self.ticket = ticket
+        self.ttft_s = -1.0
+
+
+class _Replay:
+    """One replay under way."""
+
+    def __init__(
+        self, trace: Trace, spec: PolicySpec, config: ReplayConfig, progress: Progress | None
+    ) -> None:
+        self._trace = trace
+        self._spec = spec
+        self._config = config
+        self._progress = progress
+        self._agenda = Agenda()
+        self._quiet_until_s = trace.requests[0].at_s
+        self._arrived = 0
+        self._open: dict[str, _Open] = {}
+        self._prompts, feeds = _ways(trace, config)
+        engine = config.engine
+        self.instances = [
+            SimInstance(
+                position,
+                engine,
+                feeds(f"i{position}"),
+                self._agenda,
+                quiet_until_s=lambda: self._quiet_until_s,
+                on_output=self._output,
+                on_step=None,
+                publish=self._publish,
+            )
+            for position in range(config.instances)
+        ]
+        self.routers = self._make_routers()
+        count = len(trace.requests)
+        self._ttft_s = np.full(count, np.nan)
+        self._end_s = np.full(count, np.nan)
+        self._promised = np.zeros(count, np.int64)
+        self._cached = np.zeros(count, np.int64)
+        self._instance = np.zeros(count, np.int64)
+        self._samples: list[tuple[float, list[int], list[float]]] = []
+
+    def _make_routers(self) -> list[SimRouter]:
+        config = self._config
+        chance = random.Random(f"lags {config.seed}")
+        records = [each.record(config.block_size) for each in self.instances]
+        several = config.routers > 1
+        routers = []
+        for position in range(config.routers):
+            lag_s = config.event_lag_s * (chance.uniform(0.5, 1.5) if several else 1.0)
+            tell = self._told if several or config.detector else None
+            routers.append(
+                SimRouter(position, self._spec, config, self._agenda, records, lag_s, tell)
+            )
+        return routers
+
+    def run(self) -> None:
+        """Replay it all."""
+        config, agenda = self._config, self._agenda
+        agenda.at(0.0, self._tick)
+        agenda.at(0.0, self._report)
+        agenda.at(0.0, self._sample)
+        agenda.at(self._trace.requests[0].at_s, self._arrive, 0)
+        agenda.run(self._trace.duration_s + config.drain_s_max)
+
+    @property
+    def _over(self) -> bool:
+        return self._arrived == len(self._trace.requests) and not self._open
+
+    # --- requests
+
+    def _arrive(self, position: int) -> None:
+        requests = self._trace.requests
+        self._arrived = position + 1
+        if self._arrived < len(requests):
+            self._quiet_until_s = requests[self._arrived].at_s
+            self._agenda.at(self._quiet_until_s, self._arrive, self._arrived)
+        else:
+            self._quiet_until_s = float("inf")
+        request, asked = self._prompts.make(position)
+        router = self.routers[position % len(self.routers)]
+        ticket = router.route(asked)
+        chosen = ticket.decision.choice.index
+        self._promised[position] = ticket.decision.hit
+        self._instance[position] = chosen
+        self._open[request.request_id] = _Open(position, router, ticket)
+        self.instances[chosen].add(request)
+        if self._progress is not None:
+            self._progress(self._arrived)
+
+    def _output(self, output: Output) -> None:
+        request = self._open[output.request_id]
+        now_s, position = self._agenda.now_s, request.position
+        if output.cached_tokens is not None and request.ttft_s < 0:
+            request.ttft_s = now_s - self._trace.requests[position].at_s
+            self._ttft_s[position] = request.ttft_s
+            self._cached[position] = output.cached_tokens
+            request.router.first_byte(request.ticket, request.ttft_s)
+        if output.finish_reason is not None:
+            del self._open[output.request_id]
+            self._prompts.forget(output.request_id)
+            self._end_s[position] = now_s
+            asked = self._trace.requests[position]
+            cached = int(self._cached[position])
+            request.router.finish(request.ticket, asked.output_tokens, cached, request.ttft_s)
+
+    # --- messages
+
+    def _publish(self, batch: KvBatch) -> None:
+        for router in self.routers:
+            self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, batch)
+
+    def _told(self, batch: RouteBatch) -> None:
+        for router in self.routers:
+            if router.name != batch.router_id:
+                self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, batch)
+
+    # --- time
+
+    def _tick(self) -> None:
+        for instance in self.instances:
+            instance.heartbeat()
+        for router in self.routers:
+            router.tick()
+        if not self._over:
+            self._agenda.at(self._agenda.now_s + self._config.tick_s, self._tick)
+
+    def _report(self) -> None:
+        reports: list[LoadReport] = [
+            report for each in self.instances if (report := each.report()) is not None
+        ]
+        for router in self.routers:
+            for report in reports:
+                self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, report)
+        if not self._over:
+            self._agenda.at(self._agenda.now_s + self._config.report_s, self._report)
+
+    def _sample(self) -> None:
+        engines = [each.engine for each in self.instances]
+        self._samples.append(
+            (
+                self._agenda.now_s,
+                [engine.running_count + engine.waiting_count for engine in engines],
+                [engine.pool.usage for engine in engines],
+            )
+        )
+        if not self._over:
+            self._agenda.at(self._agenda.now_s + self._config.sample_s, self._sample)
+
+    # --- the end
+
+    def result(self, cpu_s: float) -> Result:
+        """Return what it came to."""
+        requests = self._trace.requests
+        ended = np.isfinite(self._end_s)
+        at_s = np.array([each.at_s for each in requests])
+        prompt = np.array([each.input_tokens for each in requests], np.int64)
+        output = np.array([each.output_tokens for each in requests], np.int64)
+        counts: dict[str, int] = {}
+        for router in self.routers:
+            for name, count in router.plane.requests.counts.items():
+                counts[name] = counts.get(name, 0) + count
+        return Result(
+            policy=self._spec.label,
+            trace=self._trace.name,
+            seed=self._config.seed,
+            at_s=at_s[ended],
+            ttft_s=self._ttft_s[ended],
+            end_s=self._end_s[ended],
+            prompt_tokens=prompt[ended],
+            output_tokens=output[ended],
+            promised_tokens=self._promised[ended],
+            cached_tokens=self._cached[ended],
+            instance=self._instance[ended],
+            unfinished=int((~ended).sum()),
+            sample_s=np.array([at_s for at_s, _, _ in self._samples]),
+            batch=np.array([batch for _, batch, _ in self._samples], np.int64),
+            kv_usage=np.array([usage for _, _, usage in self._samples]),
+            busy_s=np.array([each.busy_s for each in self.instances]),
+            preemptions=sum(each.preemptions for each in self.instances),
+            steps=sum(each.steps for each in self.instances),
+            span_s=self._trace.duration_s,
+            cpu_s=cpu_s,
+            counts=counts,
+        )

@@ -1,0 +1,146 @@
+"""What a replay is: which policy over which instances, routers and delays."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from controlplane.core.policies import POLICIES, make_policy
+from lab.baselines import BASELINES
+from lab.engine_types import EngineConfig
+from lab.profiles import DEFAULT_PROFILE, find_profile
+
+
+class PolicySpec(msgspec.Struct, frozen=True):
+    """A policy by name, with what differs from its defaults."""
+
+    name: str
+    parameters: dict[str, float] = {}
+
+    @property
+    def label(self) -> str:
+        """The policy as `parse` reads it."""
+        if not self.parameters:
+            return self.name
+        return ":".join([self.name, *(f"{key}={v:g}" for key, v in self.parameters.items())])
+
+
+def parse_policy(text: str) -> PolicySpec:
+    """Return the policy that `name` or `name:parameter=value:…` stands for.
+
+    Raises:
+        ValueError: there is no such policy or parameter, or a value is no number.
+    """
+    name, *parts = text.split(":")
+    parameters: dict[str, float] = {}
+    for part in parts:
+        key, _, value = part.partition("=")
+        try:
+            parameters[key] = float(value)
+        except ValueError:
+            raise ValueError(f"policy {text!r}: {part!r} is not parameter=number") from None
+    if name in BASELINES:
+        known = BASELINES[name].parameters
+        unknown = sorted(set(parameters) - set(known))
+        if unknown:
+            listed = ", ".join(known) or "none"
+            raise ValueError(f"policy {name} has no parameter {unknown[0]!r}; it has {listed}")
+    elif name in POLICIES:
+        make_policy(name, **_whole(parameters))
+    else:
+        listed = ", ".join(policy_names())
+        raise ValueError(f"no policy {name!r}; there are {listed}")
+    return PolicySpec(name, parameters)
+
+
+def policy_names() -> list[str]:
+    """Return every policy that can be replayed: the plane's own, then the lab's."""
+    return [*sorted(POLICIES), *sorted(BASELINES)]
+
+
+def plane_parameters(spec: PolicySpec) -> dict[str, float]:
+    """Return the parameters as `make_policy` takes them."""
+    return _whole(spec.parameters)
+
+
+def _whole(parameters: dict[str, float]) -> dict[str, float]:
+    """Return whole numbers as ints: some parameters are counts."""
+    return {key: int(v) if v == math.floor(v) else v for key, v in parameters.items()}
+
+
+class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The surroundings of a replay; times in seconds.
+
+    Attributes:
+        instances: emulated engines, all alike.
+        profile: GPU/MODEL, for step times and KV capacity.
+        num_blocks: KV blocks of each; 0 for what the GPU's memory has room for.
+        max_model_len: longest prompt and answer together; longer requests are left out.
+        routers: each request goes to one of them, in turns.
+        event_lag_s: from the end of an engine's step until a router has its block events, and
+            from one router's message to another's ear. Several routers differ by ± half of it.
+        report_s: how often engines' own counts reach routers.
+        batch_cap: largest batch of an instance that routers accept; 0 for no cap.
+        detector: whether the hotspot detector watches.
+        promise_s: see `PlaneConfig.promise_s`.
+        through_sidecars: let block events take the whole way through the sidecar's mirror and
+            relay, tokens hashed; slow, and the same decisions.
+        sample_s: how often batch sizes are noted for plots.
+        drain_s_max: how long after the last arrival requests may end; what has not ended by then
+            counts as unfinished.
+    """
+
+    instances: int = 8
+    profile: str = DEFAULT_PROFILE
+    num_blocks: int = 0
+    block_size: int = 16
+    max_model_len: int = 131_072
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    routers: int = 1
+    event_lag_s: float = 0.005
+    report_s: float = 0.1
+    tick_s: float = 0.25
+    batch_cap: int = 0
+    detector: bool = False
+    promise_s: float = 0.0
+    through_sidecars: bool = False
+    sample_s: float = 1.0
+    drain_s_max: float = 3600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            ValueError: names the setting.
+        """
+        for name in ("instances", "routers", "block_size", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1: {getattr(self, name)}")
+        for name in ("report_s", "tick_s", "sample_s", "drain_s_max"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive: {getattr(self, name)}")
+        for name in ("event_lag_s", "promise_s", "batch_cap", "num_blocks"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The limits of each engine.
+
+        Raises:
+            ValueError: the model does not fit, or not one request would.
+        """
+        profile = find_profile(self.profile)
+        num_blocks = self.num_blocks or profile.num_blocks(self.block_size)
+        room = (num_blocks - 1) * self.block_size
+        return EngineConfig(
+            num_blocks=num_blocks,
+            step_times=profile.step_times,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=min(self.max_model_len, room),
+        )

@@ -1,0 +1,133 @@
+"""Many replays: from the cache where they were made before, else on as many cores as asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import lru_cache
+from queue import Empty
+from typing import Any
+
+import msgspec
+
+from lab.cache import Cache, key_of
+from lab.replay import replay
+from lab.replay_config import PolicySpec, ReplayConfig
+from lab.replay_result import Result, decode, encode
+from lab.replay_source import TraceSource
+from lab.traces import Trace
+
+_TOLD_EVERY = 50
+_POLL_S = 0.2
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One replay to make."""
+
+    source: TraceSource
+    policy: PolicySpec
+    config: ReplayConfig
+
+    @property
+    def key(self) -> str:
+        """What the result is kept under."""
+        settings = msgspec.json.encode([self.policy, self.config]).decode()
+        return key_of(self.source.digest(), settings)
+
+
+Progress = Callable[[int], None]
+"""Told of further requests that have arrived, in any of the replays."""
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    processes: int = 1,
+    cache: Cache | None = None,
+    progress: Progress = lambda _: None,
+) -> list[Result]:
+    """Return the results, in the order of the jobs.
+
+    Raises:
+        TraceError, ValueError: a trace or a setting cannot be used.
+    """
+    keys = [job.key if cache is not None else "" for job in jobs]
+    results: dict[int, Result] = {}
+    for position, key in enumerate(keys):
+        data = cache.get(key) if cache is not None else None
+        if data is not None:
+            results[position] = decode(data)
+            progress(_requests(jobs[position]))
+
+    def made(position: int, result: Result) -> None:
+        results[position] = result
+        if cache is not None:
+            cache.put(keys[position], encode(result))
+
+    missing = [position for position in range(len(jobs)) if position not in results]
+    if processes <= 1 or len(missing) <= 1:
+        for position in missing:
+            made(position, _run(jobs[position], progress))
+    else:
+        _run_apart({at: jobs[at] for at in missing}, processes, made, progress)
+    return [results[position] for position in range(len(jobs))]
+
+
+def _run_apart(
+    jobs: dict[int, Job],
+    processes: int,
+    made: Callable[[int, Result], None],
+    progress: Progress,
+) -> None:
+    """Run jobs in processes of their own; fresh ones, since a fork would copy our threads."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        told = manager.Queue()
+        with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
+            waiting: dict[Future[bytes], int] = {
+                pool.submit(_run_there, job, told): position for position, job in jobs.items()
+            }
+            while waiting:
+                done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                _drain(told, progress)
+                for future in done:
+                    made(waiting.pop(future), decode(future.result()))
+            _drain(told, progress)
+
+
+def _drain(told: Any, progress: Progress) -> None:
+    while True:
+        try:
+            progress(told.get_nowait())
+        except Empty:
+            return
+
+
+def _run_there(job: Job, told: Any) -> bytes:
+    return encode(_run(job, told.put))
+
+
+def _run(job: Job, progress: Progress) -> Result:
+    """Run a job, telling of its arrivals a few at a time."""
+    arrived = 0
+
+    def tell(count: int) -> None:
+        nonlocal arrived
+        if count - arrived >= _TOLD_EVERY:
+            progress(count - arrived)
+            arrived = count
+
+    trace = _loaded(job.source)
+    result = replay(trace, job.policy, job.config, tell)
+    progress(len(trace.requests) - arrived)
+    return result
+
+
+def _requests(job: Job) -> int:
+    return len(_loaded(job.source).requests)
+
+
+@lru_cache(maxsize=2)
+def _loaded(source: TraceSource) -> Trace:
+    return source.load()
