@@ -4,7 +4,7 @@ GET  /metrics                 Prometheus
 GET  /health, /ready          liveness and readiness
 GET  /debug/state             the fleet as this router sees it
 GET  /debug/blocks?instance=  the block hashes it believes an instance has
-POST /debug/explain           a chat or completion request → every candidate; nothing is sent
+POST /debug/explain           any request that has a prompt → every candidate; nothing is sent
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from urllib.parse import parse_qs
 import msgspec
 
 from router.http_exchange import JSON, Exchange
+from router.local_answers import PROBES
 from router.metrics import CONTENT_TYPE
 from router.prompt import Inexact, Prompt
-from router.service import LOCAL, Router, route_request
-from router.surface import read
+from router.routing import route_request
+from router.service import Router
+from router.surface import ENDPOINTS, Endpoint, estimate_tokens, read, read_body
+from router.tenants import ANYBODY
 from schemas.codec import RemoteError
-from schemas.openai import decode_chat, decode_completion
 
 
 class Admin:
@@ -38,8 +40,8 @@ class Admin:
         answer = _ROUTES.get((exchange.method, exchange.path))
         if answer is not None:
             answer(self, exchange)
-        elif exchange.method == b"GET" and exchange.path in LOCAL:
-            LOCAL[exchange.path](self._router, exchange)
+        elif exchange.method == b"GET" and exchange.path in PROBES:
+            PROBES[exchange.path](self._router.directory, exchange)
         else:
             known = ", ".join(sorted(f"{m.decode()} {p.decode()}" for m, p in _ROUTES))
             exchange.respond_error(404, "invalid_request_error", f"there is only {known}")
@@ -114,22 +116,24 @@ class Admin:
 
     async def _explain_later(self, exchange: Exchange) -> None:
         body = exchange.body
+        endpoint = _endpoint_of(exchange)
         try:
-            parsed = decode_chat(body) if b'"messages"' in body else decode_completion(body)
+            parsed, name = read_body(endpoint, body)
         except RemoteError as error:
             exchange.respond_error(400, "invalid_request_error", str(error))
             return
-        resolved = self._router.directory.resolve(parsed.model)
+        resolved = self._router.directory.resolve(name)
         if resolved is None:
             names = ", ".join(self._router.directory.names) or "none yet"
             exchange.respond_error(
-                404, "invalid_request_error", f"no model {parsed.model!r}; there is {names}"
+                404, "invalid_request_error", f"no model {name!r}; there is {names}"
             )
             return
         found = read(resolved.served, parsed, resolved.lora)
         if not isinstance(found, Prompt | Inexact):
             found = await found
-        request = route_request("explain", resolved.served, found, resolved.lora, len(body))
+        estimated = estimate_tokens(endpoint, parsed, len(body))
+        request = route_request("explain", resolved, found, estimated, ANYBODY)
         began = time.perf_counter()
         decision = resolved.served.plane.requests.decide(request, time.monotonic())
         took_s = time.perf_counter() - began
@@ -164,6 +168,14 @@ class Admin:
             "candidates": candidates,
         }
         exchange.respond(200, (JSON,), msgspec.json.encode(answer))
+
+
+def _endpoint_of(exchange: Exchange) -> Endpoint:
+    """Return what a request is to be read as: `?endpoint=`, or what its body looks like."""
+    wanted = parse_qs(exchange.query.decode("latin-1")).get("endpoint", [""])[0]
+    default = "chat" if b'"messages"' in exchange.body else "completions"
+    by_name = {endpoint.name: endpoint for endpoint in ENDPOINTS.values()}
+    return by_name.get(wanted) or by_name[default]
 
 
 _ROUTES: Final[dict[tuple[bytes, bytes], Callable[[Admin, Exchange], None]]] = {

@@ -39,7 +39,13 @@ class RouterConfig(msgspec.Struct, frozen=True):
             long a set may stay wrong after the last fault: less than 3 s.
         snapshots_at_once: snapshots fetched at the same time.
         stop_grace_s: how long running streams may take to end when the router is stopped.
-        access_log: write a line for every request.
+        access_log: file for a line about every request, `-` for standard output; empty for none.
+        keys_path: file of API keys (`router.keys`); empty if callers need none. It, the tenants and
+            the certificate are read anew when they change.
+        tenants_path: file of tenants (`router.tenants`); empty if nobody has limits.
+        engine_key_path: file with the engines' own API key; sent in place of the caller's.
+        tls_cert_path: certificate chain for clients, PEM; empty for plain HTTP.
+        tls_key_path: its private key, PEM.
     """
 
     bus_url: str
@@ -63,4 +69,9 @@ class RouterConfig(msgspec.Struct, frozen=True):
     snapshot_timeout_s: float = 2.0
     snapshots_at_once: int = 8
     stop_grace_s: float = 60.0
-    access_log: bool = False
+    access_log: str = ""
+    keys_path: str = ""
+    tenants_path: str = ""
+    engine_key_path: str = ""
+    tls_cert_path: str = ""
+    tls_key_path: str = ""

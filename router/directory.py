@@ -113,6 +113,16 @@ class Directory:
             return Resolved(served, None)
         return found
 
+    def some(self) -> Resolved | None:
+        """Return some model, for a request that is not about any; None if there is none."""
+        return next(iter(self._names.values()), None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would find an instance that takes it."""
+        fleets = [served.plane.fleet for served in self._models.values()]
+        return any((fleet.ready & fleet.healthy).any() for fleet in fleets)
+
     @property
     def names(self) -> list[str]:
         """Every name that requests may use, sorted."""

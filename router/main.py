@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from controlplane import runtime
 from controlplane.bus import connect
 from controlplane.bus.protocol import Bus
+from router.access import Access
+from router.access_log import AccessLog
 from router.admin import Admin
 from router.config import RouterConfig
 from router.directory import Directory
 from router.event_path import EventPath
 from router.http_server import HttpServer
 from router.metrics import RequestMetrics, Sample
+from router.plane_samples import plane_samples, tenant_samples
 from router.prefix_cache import PrefixCache
 from router.service import Router
 from router.tokens import PromptReader
 from router.upstream import UpstreamPool
+from router.watched_files import WatchedFiles
 from schemas.bus import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -33,34 +39,66 @@ class RouterProcess:
     Attributes:
         router: the request path.
         events: the event path.
+        metrics: what it counts.
         address: (host, port) for clients, once started.
         admin_address: (host, port) for operators, once started.
     """
 
     def __init__(self, config: RouterConfig, bus: Bus) -> None:
+        """Build everything that can fail before a port is taken.
+
+        Raises:
+            ValueError: a configuration file cannot be used.
+            OSError: a configuration file cannot be read, or the access log not written.
+        """
         self.config = config
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
+        self.metrics = RequestMetrics()
+        self.address = ("", 0)
+        self.admin_address = ("", 0)
         self._bus = bus
+        self._access = Access(config.keys_path, config.tenants_path)
+        self._files = WatchedFiles()
+        self._tls = self._watch_files()
+        self._log = AccessLog(config.access_log) if config.access_log else None
         self._cache = PrefixCache(config.prefix_cache_bytes)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._directory = Directory(self.router_id, time.time_ns(), config.plane)
         self._pool = UpstreamPool(config.upstream)
-        self.metrics = RequestMetrics()
-        self.router = Router(config, self._directory, self._pool, self.metrics, self.router_id)
+        self.router = Router(
+            config,
+            self._directory,
+            self._pool,
+            self.metrics,
+            self.router_id,
+            access=self._access,
+            access_log=self._log,
+            engine_key=_secret(config.engine_key_path),
+        )
         self.events = EventPath(
             bus,
             self._directory,
             config,
             self.router_id,
             make_reader=self._make_reader,
-            instances_changed=self.router.instances_changed,
-            ticked=self.router.refresh_breakers,
+            instances_changed=self.router.instances.changed,
+            ticked=self.router.instances.refresh,
         )
         self.router.events = self.events
         self._server = HttpServer(self.router, config.server)
         self._admin = HttpServer(Admin(self.router), config.server)
-        self.address = ("", 0)
-        self.admin_address = ("", 0)
+        self._watching: asyncio.Task[None] | None = None
+
+    def _watch_files(self) -> ssl.SSLContext | None:
+        """Load keys, tenants and certificate, now and whenever they change."""
+        config = self.config
+        self._files.add(self._access.paths, lambda: self._access.load(time.monotonic()))
+        if not config.tls_cert_path:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        paths = (config.tls_cert_path, config.tls_key_path or config.tls_cert_path)
+        self._files.add(paths, lambda: context.load_cert_chain(*paths))
+        return context
 
     def _make_reader(self, card: ModelCard) -> PromptReader:
         return PromptReader(card, self._cache, self._executor)
@@ -72,14 +110,15 @@ class RouterProcess:
             OSError: a port cannot be bound.
         """
         config = self.config
-        self.metrics.watch(self._directory, self._samples)
+        self.metrics.watch(self._samples)
         await self.events.start()
         if not await self.events.caught_up(config.join_s_max if self._bus.connected else 0.0):
             logger.warning("serving without having learnt all that the bus knows")
         self.address = await self._server.start(
-            config.host, config.port, reuse_port=config.reuse_port
+            config.host, config.port, reuse_port=config.reuse_port, tls=self._tls
         )
         self.admin_address = await self._admin.start(config.admin_host, config.admin_port)
+        self._watching = asyncio.create_task(self._files.run())
         runtime.settle_gc()
         logger.info(
             "router %s serves on %s:%d, metrics and debugging on %s:%d",
@@ -90,34 +129,51 @@ class RouterProcess:
 
     async def stop(self) -> None:
         """Finish what is running, up to `stop_grace_s`, and end."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(grace_s=self.config.stop_grace_s)
         await self.router.stop()
         await self.events.stop()
         await self._pool.close()
         await self._admin.stop(grace_s=0.0)
         await self._bus.close()
+        if self._log is not None:
+            await self._log.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _samples(self) -> Iterator[Sample]:
-        stats, counts, bus = self._server.stats, self._pool.counts, self._bus.stats()
+        """Yield every state that metrics show."""
+        yield from plane_samples(self._directory, self.router.instances)
+        yield from tenant_samples(self._access, time.monotonic())
+        stats, bus, cache = self._server.stats, self._bus.stats(), self._cache.stats
         for name in stats.__slots__:
-            suffix = "" if name == "loop_lag_s" else "_total"
-            shown = "loop_lag_seconds" if name == "loop_lag_s" else f"http_{name}"
-            yield shown + suffix, "See router.http_server.ServerStats.", getattr(stats, name)
-        yield "http_connections_open", "Client connections.", self._server.connections_open
-        yield "upstream_calls_open", "Requests at engines.", self._pool.calls_open
-        for name, value in counts.items():
-            yield f"upstream_{name}_total", "See router.upstream.UpstreamPool.counts.", value
-        yield "bus_connected", "Whether the bus is connected.", self._bus.connected
+            shown = "loop_lag_seconds" if name == "loop_lag_s" else f"http_{name}_total"
+            yield Sample(shown, "See router.http_server.ServerStats.", getattr(stats, name))
+        yield Sample("http_connections_open", "From clients.", self._server.connections_open)
+        yield Sample("upstream_calls_open", "Requests at engines.", self._pool.calls_open)
+        for name, value in self._pool.counts.items():
+            yield Sample(f"upstream_{name}_total", "See UpstreamPool.counts.", value)
+        yield Sample("bus_connected", "Whether the bus is connected.", self._bus.connected)
         for name in bus.__struct_fields__:
             suffix = "" if name.startswith("buffered") else "_total"
-            yield f"bus_{name}{suffix}", "See BusStats.", getattr(bus, name)
-        yield "events_waiting", "Bus messages not taken in yet.", self.events.waiting
+            yield Sample(f"bus_{name}{suffix}", "See BusStats.", getattr(bus, name))
+        yield Sample("events_waiting", "Bus messages not taken in yet.", self.events.waiting)
         for name, value in self.events.counts.items():
-            yield f"events_{name}_total", "See EventPath.counts.", value
-        cache = self._cache.stats
+            yield Sample(f"events_{name}_total", "See EventPath.counts.", value)
         for name in cache.__struct_fields__:
-            yield f"prefix_cache_{name}", "See router.prefix_cache.Stats.", getattr(cache, name)
+            yield Sample(f"prefix_cache_{name}", "See prefix_cache.Stats.", getattr(cache, name))
+        yield Sample("config_loads_total", "Changed files taken into use.", self._files.loads)
+        yield Sample(
+            "config_failures_total", "Changed files that were no use.", self._files.failures
+        )
+        if self._log is not None:
+            yield Sample("access_log_lines_total", "Lines taken.", self._log.lines)
+            yield Sample("access_log_dropped_total", "Lines not written.", self._log.dropped)
+
+
+def _secret(path: str) -> str:
+    """Return the secret that a file holds; empty without a file."""
+    return Path(path).read_text(encoding="ascii").strip() if path else ""
 
 
 async def serve(

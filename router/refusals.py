@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from router.http_exchange import JSON, Exchange, error_body
+from router.tenants import Tenant
 
 RETRY_AFTER_S: Final = 1.0
 """When to come back where nothing better is known."""
@@ -160,25 +161,25 @@ def not_allowed(message: str) -> Refusal:
     return Refusal(403, "not_allowed", message, "permission_error", code="not_allowed")
 
 
-def too_many(tenant: str, limit: int, wait_s: float) -> Refusal:
-    """Refuse a request beyond a tenant's concurrency, or while it pays off tokens."""
+def too_many(tenant: Tenant, wait_s: float) -> Refusal:
+    """Refuse a request beyond a tenant's concurrency."""
     return Refusal(
         429,
         "tenant_requests",
-        f"tenant {tenant!r} has {limit} requests in flight, which is its limit",
+        f"tenant {tenant.name!r} has {tenant.requests_max} requests in flight, which is its limit",
         "rate_limit_error",
         code="rate_limit_exceeded",
         retry_after_s=wait_s,
     )
 
 
-def too_fast(tenant: str, tokens_per_s: float, wait_s: float) -> Refusal:
+def too_fast(tenant: Tenant, wait_s: float) -> Refusal:
     """Refuse a request beyond a tenant's token rate."""
     return Refusal(
         429,
         "tenant_tokens",
-        f"tenant {tenant!r} has used up its {tokens_per_s:g} tokens a second; "
-        f"there is room for this request in {wait_s:.1f} s",
+        f"tenant {tenant.name!r} has used up its {tenant.tokens_per_s:g} tokens a second; there "
+        f"is room for this request in {wait_s:.1f} s",
         "rate_limit_error",
         code="rate_limit_exceeded",
         retry_after_s=wait_s,

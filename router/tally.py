@@ -26,6 +26,8 @@ class Tally(dict[tuple[str, ...], float]):
         self.name = name
         self.help = text
         self.labels = labels
+        if not labels:
+            self[()] = 0
 
     def __missing__(self, key: tuple[str, ...]) -> float:
         return 0

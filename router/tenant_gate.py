@@ -73,11 +73,12 @@ class TenantGate:
         """Take what was used beyond the charge; a negative number gives back."""
         self._level -= tokens
 
-    def leave(self, duration_s: float) -> None:
-        """Count a request out that `enter` let in."""
+    def leave(self, duration_s: float | None = None) -> None:
+        """Count a request out that `enter` let in; None if it was never served."""
         assert self.running > 0, "a request left that had not entered"
         self.running -= 1
-        self._duration_s += _SMOOTHING * (duration_s - self._duration_s)
+        if duration_s is not None:
+            self._duration_s += _SMOOTHING * (duration_s - self._duration_s)
 
     def level(self, now_s: float) -> float | None:
         """Return the tokens that could be used now; None if there is no limit."""

@@ -65,6 +65,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 ANYBODY: Final = Tenant()
+NOBODY: Final = Tenant(name="-")
+"""Whoever was turned away before it was known who it was."""
 
 
 def parse_tenants(text: str) -> dict[str, Tenant]:

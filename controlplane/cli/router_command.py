@@ -101,8 +101,13 @@ def router(
         typer.Option(min=0.0, help="Time for running streams at a stop.", rich_help_panel=PROCESS),
     ] = 60.0,
     access_log: Annotated[
-        bool, typer.Option(help="Write a line for every request.", rich_help_panel=PROCESS)
-    ] = False,
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="Write a line of JSON for every request; `-` for standard output.",
+            rich_help_panel=PROCESS,
+        ),
+    ] = "",
     log_level: LogLevel = "info",
 ) -> None:
     """Route OpenAI requests to the instances that have registered on the bus.

@@ -1,0 +1,102 @@
+"""Instances as the data plane knows them: where to connect, and whether to.
+
+The fleets of all models, one pool of connections, and a circuit breaker an instance. What a breaker
+finds is told to the plane, so that decisions leave a broken instance out until it may be probed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from urllib.parse import urlsplit
+
+from router.breaker import Breaker, BreakerPolicy, State, judge
+from router.directory import Directory, ServedModel
+from router.http_proxy import Outcome
+from router.upstream import UpstreamPool
+
+logger = logging.getLogger(__name__)
+
+TellBreaker = Callable[[ServedModel, str, bool], None]
+"""Tells a plane whether an instance's breaker is open."""
+
+_CLOSED = State.CLOSED
+
+
+class Instances:
+    """Keeps the pool equal to the fleets, and a breaker for each instance.
+
+    Attributes:
+        breakers: by instance id; one that was never needed is not there.
+    """
+
+    def __init__(
+        self, directory: Directory, pool: UpstreamPool, policy: BreakerPolicy, tell: TellBreaker
+    ) -> None:
+        self.breakers: dict[str, Breaker] = {}
+        self._directory = directory
+        self._pool = pool
+        self._policy = policy
+        self._tell = tell
+        self._known: dict[str, tuple[str, int | None]] = {}
+
+    def changed(self) -> None:
+        """Bring the pool in line with the fleets."""
+        wanted = {
+            instance.record.instance_id: (instance.record.url, instance.record.dp_rank)
+            for served in self._directory
+            for instance in served.plane.fleet
+        }
+        for key in self._known.keys() - wanted.keys():
+            self._pool.remove(key)
+            self.breakers.pop(key, None)
+        for key, (url, rank) in wanted.items():
+            if self._known.get(key) != (url, rank):
+                self._put(key, url, rank)
+        self._known = wanted
+
+    def _put(self, key: str, url: str, rank: int | None) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            parts, port = urlsplit(""), 0
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            logger.error("instance %s has an unusable url %r", key, url)
+            return
+        header = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank
+        self._pool.put(key, parts.hostname, port, header_lines=header)
+
+    def refresh(self, now_s: float) -> None:
+        """Let waits that are over show in the planes, so that a probe may be sent."""
+        for served in self._directory:
+            for instance in served.plane.fleet:
+                breaker = self.breakers.get(instance.record.instance_id)
+                if breaker is not None and (breaker.state != _CLOSED or instance.breaker_open):
+                    self._show(served, instance.record.instance_id, breaker, now_s)
+
+    def sent(self, served: ServedModel, instance_id: str, now_s: float) -> None:
+        """Note that a request is on its way to an instance: it may be the probe."""
+        breaker = self.breakers.get(instance_id)
+        if breaker is not None and breaker.state is not _CLOSED:
+            breaker.sent(now_s)
+            self._show(served, instance_id, breaker, now_s)
+
+    def ended(
+        self, served: ServedModel, key: Hashable, outcome: Outcome, status: int, now_s: float
+    ) -> None:
+        """Let an instance's breaker learn from the end of an attempt."""
+        assert isinstance(key, str)
+        breaker = self.breakers.get(key)
+        if breaker is None:
+            breaker = self.breakers[key] = Breaker(self._policy)
+        before = breaker.state
+        breaker.ended(judge(outcome, status), now_s)
+        if breaker.state is not before:
+            self._show(served, key, breaker, now_s)
+
+    def _show(self, served: ServedModel, instance_id: str, breaker: Breaker, now_s: float) -> None:
+        instance = served.plane.fleet.get(instance_id)
+        is_open = not breaker.allows(now_s)
+        if instance is not None and instance.breaker_open != is_open:
+            self._tell(served, instance_id, is_open)

@@ -1,0 +1,342 @@
+"""One request, from the moment it is whole to its end.
+
+    start ──> read ──> begin ──> decided, booked, sent ──> first byte ──> ended
+                │        │         └─ anew, where an attempt fails before its first byte
+                └────────┴──> refused, or the client is gone
+
+Whatever happens, the end comes exactly once: it gives back the booking and the tenant's place,
+counts the request, and writes its line in the access log. `Routing` is the observer of its own
+forwarding (`router.http_proxy.Observer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Hashable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controlplane.core.dispatch import RouteRequest, Ticket
+from controlplane.core.fleet import Instance
+from router import refusals
+from router.access_log import Entry
+from router.directory import Resolved
+from router.http_exchange import Exchange, State
+from router.http_proxy import RETRIES_MAX, Outcome
+from router.prompt import Inexact, Prompt
+from router.refusals import Refusal
+from router.surface import Endpoint, Parsed, Rest, estimate_tokens, read
+from router.tenant_gate import TenantGate
+from router.tenants import Tenant
+from router.usage import NO_USAGE, Usage, estimate_output_tokens, read_usage
+
+if TYPE_CHECKING:
+    from router.service import Router
+
+logger = logging.getLogger(__name__)
+
+_OUTCOMES: Final[dict[Outcome, str]] = {
+    Outcome.COMPLETED: "ok",
+    Outcome.CLIENT_GONE: "client_gone",
+    Outcome.FIRST_BYTE_TIMEOUT: "timeout",
+    Outcome.STALLED: "timeout",
+}
+_COMPLETED: Final = Outcome.COMPLETED
+_CRASHED: Final = Refusal(
+    500, "crashed", "the router failed; this is a bug", "server_error", code="internal_error"
+)
+
+
+class Routing:
+    """A request on its way, for a model that exists; its place among its tenant's is taken."""
+
+    __slots__ = (
+        "_attempt",
+        "_decide_s",
+        "_endpoint",
+        "_exchange",
+        "_gate",
+        "_over",
+        "_read_s",
+        "_request",
+        "_resolved",
+        "_router",
+        "_started_s",
+        "_ticket",
+        "_tried",
+        "_ttft_s",
+    )
+
+    _request: RouteRequest
+
+    def __init__(
+        self,
+        router: Router,
+        exchange: Exchange,
+        endpoint: Endpoint,
+        gate: TenantGate,
+        resolved: Resolved,
+        started_s: float,
+    ) -> None:
+        self._router = router
+        self._exchange = exchange
+        self._endpoint = endpoint
+        self._gate = gate
+        self._resolved = resolved
+        self._started_s = started_s
+        self._over = False
+        self._ticket: Ticket | None = None
+        self._attempt = 0
+        self._tried: tuple[str, ...] = ()
+        self._ttft_s: float | None = None
+        self._read_s = 0.0
+        self._decide_s = 0.0
+
+    # --- before the decision
+
+    def start(self, parsed: Parsed | None) -> None:
+        """Read the prompt, decide and send: now, or once a long new text is tokenized."""
+        try:
+            found = read(self._resolved.served, parsed, self._resolved.lora)
+            if isinstance(found, Prompt | Inexact):
+                self._begin(found, parsed)
+                return
+        except Exception:
+            self._crashed()
+            return
+        task = self._router.spawn(self._read(found, parsed))
+        task.add_done_callback(lambda done: self._reading_ended(done, found))
+        self._exchange.on_client_gone(lambda: _cancel(task))
+
+    async def _read(self, found: Awaitable[Prompt | Inexact], parsed: Parsed | None) -> None:
+        try:
+            self._begin(await found, parsed)
+        except Exception:
+            self._crashed()
+
+    def _reading_ended(self, task: asyncio.Task[None], found: Awaitable[Prompt | Inexact]) -> None:
+        """Give up what was read for a client that left, even if reading had not begun."""
+        if isinstance(found, Rest):
+            found.close()
+        if task.cancelled():
+            self._end("client_gone", 0, time.monotonic())
+
+    def _begin(self, found: Prompt | Inexact, parsed: Parsed | None) -> None:
+        """Decide and send; answer with an error where that is impossible."""
+        now_s = time.monotonic()
+        self._read_s = now_s - self._started_s
+        refusal = self._admit(found, parsed, now_s)
+        if refusal is not None:
+            self._refuse(refusal)
+            return
+        instance = self._decide(now_s)
+        if instance is None:
+            self._refuse(refusals.no_instance(self._resolved.served.model))
+            return
+        self._router.forward(self._exchange, instance.record.instance_id, self)
+
+    def _admit(
+        self, found: Prompt | Inexact, parsed: Parsed | None, now_s: float
+    ) -> Refusal | None:
+        """Check the prompt against the model's limit and the tenant's, and charge for it."""
+        served, tenant = self._resolved.served, self._gate.tenant
+        estimated = 0
+        if isinstance(found, Inexact):
+            self._router.metrics.inexact(found.reason)
+            estimated = estimate_tokens(self._endpoint, parsed, len(self._exchange.body))
+        else:
+            longest = served.max_model_len
+            if longest is not None and found.tokens >= longest:
+                return refusals.too_long(found.tokens, longest, self._endpoint.param)
+        self._request = route_request(
+            self._exchange.request_id.decode("latin-1"), self._resolved, found, estimated, tenant
+        )
+        wait_s = self._gate.charge(self._request.prompt_tokens, now_s)
+        return None if wait_s is None else refusals.too_fast(tenant, wait_s)
+
+    # --- the decision
+
+    def _decide(self, now_s: float) -> Instance | None:
+        """Choose an instance and book the request on it."""
+        router, served = self._router, self._resolved.served
+        requests = served.plane.requests
+        began_s = time.perf_counter()
+        decision = requests.decide(self._request, now_s)
+        if decision is None:
+            return None
+        self._decide_s = time.perf_counter() - began_s
+        self._ticket = requests.book(
+            decision,
+            now_s,
+            time.time(),
+            attempt=self._attempt,
+            decide_s=self._decide_s,
+            tokenize_s=self._read_s,
+        )
+        instance = decision.instance
+        router.instances.sent(served, instance.record.instance_id, now_s)
+        router.metrics.decided(decision, self._decide_s, self._read_s)
+        router.told()
+        return instance
+
+    def next_upstream(self, attempt: int, reason: Outcome) -> Hashable | None:
+        """Choose another instance after an attempt failed before its first byte."""
+        assert self._ticket is not None
+        failed = self._ticket.decision.instance.record.instance_id
+        self._tried = (*self._tried, failed)
+        fleet = self._resolved.served.plane.fleet
+        if all(instance.record.instance_id in self._tried for instance in fleet):
+            return None
+        now_s = time.monotonic()
+        self._finish_ticket("retried", 0, now_s, NO_USAGE)
+        self._attempt = attempt
+        degraded = "retries" if attempt > RETRIES_MAX else self._request.by_load
+        self._request = msgspec.structs.replace(self._request, tried=self._tried, by_load=degraded)
+        self._router.metrics.retried(reason)
+        instance = self._decide(now_s)
+        return None if instance is None else instance.record.instance_id
+
+    # --- called by the forwarder
+
+    def on_first_byte(self, now_s: float) -> None:
+        """Prefill is done."""
+        self._ttft_s = now_s - self._started_s
+        if self._ticket is not None:
+            self._resolved.served.plane.requests.first_byte(self._ticket, self._ttft_s)
+            self._router.told()
+
+    def on_attempt_end(self, key: Hashable, outcome: Outcome, status: int, now_s: float) -> None:
+        """Let the instance's breaker learn from an attempt."""
+        self._router.instances.ended(self._resolved.served, key, outcome, status, now_s)
+
+    def on_end(
+        self, outcome: Outcome, status: int, body_bytes: int, now_s: float, usage_tail: bytes
+    ) -> None:
+        """The request is over, however it ended."""
+        word = _OUTCOMES.get(outcome, "upstream_error")
+        if outcome is _COMPLETED and status >= 500:
+            word = "upstream_error"
+        usage = read_usage(usage_tail)
+        output = usage.output_tokens
+        if output is None and status == 200:
+            output = estimate_output_tokens(usage_tail, body_bytes)
+        self._gate.settle(output or 0)
+        self._end(word, status, now_s, usage)
+
+    # --- the end
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer with an error of our own."""
+        self._router.metrics.rejected(refusal.reason)
+        refusals.answer(self._exchange, refusal, self._endpoint.form)
+        self._end(f"rejected:{refusal.reason}", refusal.status, time.monotonic())
+
+    def _crashed(self) -> None:
+        """Log the exception that is being handled, and let the client know."""
+        logger.exception("request %r could not be routed", self._exchange.request_id)
+        if self._over:
+            return
+        if self._exchange.state is State.OPEN:
+            self._refuse(_CRASHED)
+        else:
+            self._exchange.abort()
+            self._end("crashed", 0, time.monotonic())
+
+    def _end(self, outcome: str, status: int, now_s: float, usage: Usage = NO_USAGE) -> None:
+        """Give everything back, and say what became of the request; once."""
+        if self._over:
+            return
+        self._over = True
+        router, ticket = self._router, self._ticket
+        duration_s = now_s - self._started_s
+        self._finish_ticket(outcome, status, now_s, usage)
+        model, tenant = self._resolved.served.model, self._gate.tenant.name
+        router.metrics.ended(model, self._endpoint.name, tenant, outcome, status)
+        if ticket is None:
+            self._gate.leave()
+        else:
+            self._gate.leave(duration_s)
+            tokens = self._request.prompt_tokens
+            router.metrics.served(tenant, duration_s, self._ttft_s, tokens, usage)
+        if router.access_log is not None:
+            router.access_log.add(self._entry(outcome, status, duration_s, ticket, usage))
+
+    def _entry(
+        self, outcome: str, status: int, duration_s: float, ticket: Ticket | None, usage: Usage
+    ) -> Entry:
+        """Return this request's line in the access log."""
+        known = ticket is not None
+        return Entry(
+            ts=round(time.time(), 3),
+            request_id=self._exchange.request_id.decode("latin-1"),
+            tenant=self._gate.tenant.name,
+            model=self._resolved.served.model,
+            endpoint=self._endpoint.name,
+            status=status,
+            outcome=outcome,
+            instance=ticket.decision.instance.record.instance_id if ticket is not None else "",
+            attempts=self._attempt + 1 if known else 0,
+            exact=known and self._request.exact,
+            prompt_tokens=self._request.prompt_tokens if known else 0,
+            hit_tokens=ticket.decision.hit if ticket is not None else 0,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            ttft_s=None if self._ttft_s is None else round(self._ttft_s, 6),
+            duration_s=round(duration_s, 6),
+        )
+
+    def _finish_ticket(self, outcome: str, status: int, now_s: float, usage: Usage) -> None:
+        """Give the booking back, if there is one."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._resolved.served.plane.requests.finish(
+                ticket,
+                outcome,
+                status,
+                now_s,
+                time.time(),
+                cached_tokens=usage.cached_tokens,
+                output_tokens=usage.output_tokens,
+                ttft_s=self._ttft_s,
+            )
+            self._router.told()
+
+
+def route_request(
+    request_id: str,
+    resolved: Resolved,
+    found: Prompt | Inexact,
+    estimated_tokens: int,
+    tenant: Tenant,
+) -> RouteRequest:
+    """Return what the plane must know of a request.
+
+    Args:
+        request_id: of the request.
+        resolved: the model and adapter that it names.
+        found: its prompt, or why that is not known.
+        estimated_tokens: its length, for where it is not known.
+        tenant: whose request it is.
+    """
+    served = resolved.served
+    exact = isinstance(found, Prompt)
+    longest = served.max_model_len or estimated_tokens
+    return RouteRequest(
+        request_id,
+        found.tokens if isinstance(found, Prompt) else min(estimated_tokens, longest),
+        found.hashes if isinstance(found, Prompt) else (),
+        served.block_size if exact else 0,
+        exact=exact,
+        by_load="" if isinstance(found, Prompt) else f"inexact:{found.reason}",
+        lora=resolved.lora,
+        tenant=tenant.name,
+        alpha=tenant.alpha,
+        beta=tenant.beta,
+    )
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
