@@ -31,8 +31,8 @@ _NARROWEST = tuple(
 
 
 def pack(values: IntArray) -> bytes:
-    """Return a column of numbers, none of them negative."""
-    largest = int(values[values.argmax()])
+    """Return a column of numbers, none of them negative; of none, too: a fleet may be empty."""
+    largest = int(values[values.argmax()]) if len(values) else 0
     return values.astype(_NARROWEST[largest.bit_length()]).tobytes() if largest else b""
 
 

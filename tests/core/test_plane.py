@@ -274,6 +274,17 @@ def test_silence_makes_stale_and_then_departed() -> None:
     assert made.index.live == 0
 
 
+def test_a_fleet_may_become_empty_and_full_again() -> None:
+    """Time goes on without instances, whatever is told every few seconds."""
+    made = plane("a")
+    made.handle(record("a", state="stopped"), 1.0)
+    for now_s in range(2, 40):
+        made.handle(Tick(), float(now_s))
+    made.handle(record("a"), 40.0)
+    made.handle(Tick(), 41.0)
+    assert _pick(made, prompt(1), 41.0) == "a"
+
+
 def test_without_the_bus_nobody_departs_and_load_alone_decides() -> None:
     """The bus being down says nothing about instances: they stay, the policy degrades."""
     made = plane("a", "b", stale_s=5.0, departed_s=30.0, blind_s=60.0)
