@@ -22,6 +22,7 @@ from controlplane.core.events import (
     BusState,
     Event,
     InstanceGone,
+    Paused,
     SnapshotFailed,
     Tick,
 )
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _SWEEPS_MAX = 100  # steps a tick
 _LOOK_S = 0.02
+
+PAUSE_S = 1.0
+"""A tick that comes later than this is no busy loop: the process did not run."""
 
 _DECODERS: dict[str, Callable[[bytes], Event]] = {
     "kv": messages.decode_kv,
@@ -271,7 +275,10 @@ class EventPath:
     # --- time and state
 
     def _bus_state(self, connected: bool) -> None:
-        logger.warning("the bus is %s", "connected" if connected else "lost")
+        if connected:
+            logger.info("the bus is connected")
+        else:
+            logger.warning("the bus is lost: requests are routed by what is known, and by load")
         now_s = time.monotonic()
         event = BusState(connected)
         self.carry_out(self._directory.each(lambda plane: plane.handle(event, now_s)))
@@ -279,8 +286,11 @@ class EventPath:
     async def _ticking(self) -> None:
         tick = Tick()
         while True:
+            due_s = time.monotonic() + self._config.tick_s
             await asyncio.sleep(self._config.tick_s)
             now_s = time.monotonic()
+            if now_s - due_s > PAUSE_S:
+                self._paused(now_s - due_s, now_s)
             before = sum(len(served.plane.fleet) for served in self._directory)
             effects: list[Effect] = []
             for served in self._directory:
@@ -292,6 +302,13 @@ class EventPath:
             self._ticked(now_s)
             self.flush()
             await self._sweep()
+
+    def _paused(self, seconds: float, now_s: float) -> None:
+        """Note that this process was frozen, starved or asleep."""
+        self.counts["paused"] += 1
+        logger.warning("this process stood still for %.1f s; is the machine overloaded?", seconds)
+        event = Paused(seconds)
+        self.carry_out(self._directory.each(lambda plane: plane.handle(event, now_s)))
 
     async def _sweep(self) -> None:
         """Erase what departed, in steps between which requests get their turn."""

@@ -45,6 +45,12 @@ class BreakerState(msgspec.Struct, frozen=True):
     open: bool
 
 
+class Paused(msgspec.Struct, frozen=True):
+    """The process did not run for a while: nobody could have been heard."""
+
+    seconds: float
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed; sent several times a second."""
 
@@ -65,5 +71,6 @@ Event = (
     | Blacklist
     | BusState
     | BreakerState
+    | Paused
     | Tick
 )

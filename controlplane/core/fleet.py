@@ -10,7 +10,8 @@ requests follows from these facts:
     trusted   excludes nobody; it decides whether the block set counts
 
 Trust is `exact` or `resyncing` as its block stream says, and `stale` once nothing was heard of the
-instance for `stale_s`. One that is silent for `departed_s` while the bus is up has departed.
+instance for `stale_s`. While the bus is up, one that is silent has departed after `unreachable_s`
+if it is not healthy, and after `departed_s` in any case.
 """
 
 from __future__ import annotations

@@ -261,6 +261,11 @@ class Ledger:
             self.drop_peer(router_id)
         return silent
 
+    def excuse_peers(self, seconds: float, now_s: float) -> None:
+        """Leave a time out of every router's silence: we could not have heard them."""
+        for peer in self._peers.values():
+            peer.heard_s = min(peer.heard_s + seconds, now_s)
+
     def drop_peer(self, router_id: str) -> None:
         """Drop the bookings of one router."""
         peer = self._peers.pop(router_id, None)

@@ -25,6 +25,7 @@ from controlplane.core.events import (
     BusState,
     Event,
     InstanceGone,
+    Paused,
     SnapshotFailed,
     Tick,
 )
@@ -58,7 +59,10 @@ class PlaneConfig(msgspec.Struct, frozen=True):
         policy: name of the policy when nothing overrides it.
         policy_parameters: of that policy, by name.
         stale_s: silence after which an instance's block set no longer counts.
-        departed_s: silence after which an instance has departed, while the bus is up.
+        unreachable_s: silence of its sidecar after which an instance has departed to which requests
+            do not get through either, while the bus is up.
+        departed_s: silence after which any instance has: as long as its engine answers, the loss of
+            a sidecar alone takes no capacity away.
         blind_s: with every instance stale for this long, even load is unknown: round robin.
         batch_cap: largest batch of an instance; None for no cap.
         totals_every_s: how often `RouterTotals` are published.
@@ -74,7 +78,8 @@ class PlaneConfig(msgspec.Struct, frozen=True):
     policy: str = "multiplicative"
     policy_parameters: dict[str, float] = {}
     stale_s: float = 5.0
-    departed_s: float = 30.0
+    unreachable_s: float = 30.0
+    departed_s: float = 600.0
     blind_s: float = 60.0
     batch_cap: int | None = None
     totals_every_s: float = 0.25
@@ -143,6 +148,7 @@ class Plane:
             Blacklist: self._blacklist,
             BusState: self._bus_state,
             BreakerState: self._breaker,
+            Paused: self._paused,
             Tick: self._tick,
         }
 
@@ -292,6 +298,14 @@ class Plane:
         self.fleet.refresh(instance, now_s)
         return [Note("breaker", event.instance_id, "open" if event.open else "closed")]
 
+    def _paused(self, event: Paused, now_s: float) -> list[Effect]:
+        """Blame nobody for a silence that was our own deafness."""
+        for instance in self.fleet:
+            instance.heard_s = min(instance.heard_s + event.seconds, now_s)
+            instance.load_s = min(instance.load_s + event.seconds, now_s)
+        self.ledger.excuse_peers(event.seconds, now_s)
+        return []
+
     def _tick(self, _: Tick, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         for instance in list(self.fleet):
@@ -319,13 +333,15 @@ class Plane:
         """Let an instance grow stale, and depart, by its silence."""
         silent_s = now_s - instance.heard_s
         instance_id = instance.record.instance_id
-        if silent_s > self.config.departed_s and self.bus_connected:
+        config = self.config
+        longest_s = config.unreachable_s if instance.breaker_open else config.departed_s
+        if silent_s > longest_s and self.bus_connected:
             return self._leave(instance, f"silent for {silent_s:.0f} s", now_s)
-        if now_s - instance.load_s > self.config.stale_s:
+        if now_s - instance.load_s > config.stale_s:
             self.ledger.forget_engine(instance_id)
         effects: list[Effect] = []
         changed = now_s >= instance.blacklisted_until_s and not self.fleet.allowed[instance.row]
-        if silent_s > self.config.stale_s and instance.trust is not Trust.STALE:
+        if silent_s > config.stale_s and instance.trust is not Trust.STALE:
             instance.trust = Trust.STALE
             effects.append(Note("trust", instance_id, f"block set is {Trust.STALE}"))
             changed = True

@@ -1,0 +1,40 @@
+"""What a silence means: whose it is, and what follows."""
+
+from __future__ import annotations
+
+from controlplane.core.effects import Note
+from controlplane.core.events import BreakerState, Paused, Tick
+from controlplane.core.stream import Trust
+from schemas.bus import LoadReport, RouteBatch, Routed
+from tests.core.plane_helpers import Publisher, plane, prompt, request
+
+
+def test_an_instance_whose_sidecar_died_serves_on_while_its_engine_answers() -> None:
+    """Only where requests fail too does the silence of a sidecar take an instance out early."""
+    made = plane("a", "b", stale_s=5.0, unreachable_s=30.0, departed_s=600.0)
+    made.handle(Tick(), 6.0)
+    made.handle(BreakerState("a", True), 10.0)
+    notes = made.handle(Tick(), 31.0)
+    assert [(n.kind, n.instance_id) for n in notes if isinstance(n, Note)] == [("left", "a")]
+    decision = made.requests.decide(request(prompt(1)), 500.0)
+    assert decision is not None
+    assert decision.instance.record.instance_id == "b"
+    notes = made.handle(Tick(), 601.0)
+    assert [(n.kind, n.instance_id) for n in notes if isinstance(n, Note)] == [("left", "b")]
+
+
+def test_a_time_in_which_the_router_did_not_run_is_nobodys_silence() -> None:
+    """After a pause of its own a router trusts and counts as before, until others are silent."""
+    made = plane("a", stale_s=5.0)
+    made.handle(Publisher("a").batch(), 0.0)
+    made.handle(RouteBatch("peer", 1, 0, 0.0, [Routed("r", "a", 0.0, new_tokens=7)]), 0.0)
+    made.handle(LoadReport("a", 1, 0, 0.0, running=5, waiting=0), 1.0)
+    made.handle(Paused(20.0), 21.0)
+    made.handle(Tick(), 21.0)
+    instance = made.fleet.get("a")
+    assert instance is not None
+    assert instance.trust is Trust.EXACT
+    assert made.ledger.of("a") | {"peer_batch": 1, "foreign": 4} == made.ledger.of("a")
+    made.handle(Tick(), 26.1)
+    assert instance.trust is Trust.STALE
+    assert not any(made.ledger.of("a").values())
