@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 
 import pytest
 
 from router.port_handover import ignore_handshakes
 from tests.router.http_rig import PROBE, Rig, on_uvloop, parse_answers
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs a socket filter")
 
 
 def connect_all(port: int, count: int) -> list[socket.socket]:
