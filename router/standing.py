@@ -1,8 +1,11 @@
 """Verdicts that stand in the bucket: hotspots, the policy override, drains and blacklists.
 
-The bucket is what routers obey: its revisions order every change, and whoever joins late finds what
-is in force. (The same statements on the `hotspot` and `policy` subjects are for the audit log.)
+The bucket is what routers obey: its watch tells every change in order, and whoever joins late finds
+what is in force. (What is said on the `hotspot` and `policy` subjects is for the audit log.)
 A deleted entry means the opposite of what it said.
+
+Changes are numbered here, as they come: a server that lost its files counts its revisions anew, and
+what an operator says then must not look older than what was said before.
 
     key            entry            deleted
     -----------    -------------    -------------------------
@@ -44,23 +47,23 @@ class StandingVerdicts:
 
     def __init__(self) -> None:
         self._standing: dict[str, tuple[str, Verdict, float]] = {}
+        self._changes = 0
 
-    def feed(
-        self, key: str, value: bytes | None, revision: int, now_s: float
-    ) -> tuple[str, Verdict] | None:
+    def feed(self, key: str, value: bytes | None, now_s: float) -> tuple[str, Verdict] | None:
         """Take an entry of the bucket; returns (model, what it says now), None if nothing new.
 
         Raises:
             RemoteError: the entry cannot be read.
         """
         model, name = subjects.parse_key(key)
+        self._changes += 1
         if value is None:
             before = self._standing.pop(key, None)
-            return None if before is None else (model, _lifted(before[1], revision))
+            return None if before is None else (model, _lifted(before[1], self._changes))
         decode = _decode.get(name.partition("-")[0])
         if decode is None:
             raise RemoteError(f"not a verdict: {name!r}")
-        verdict: Verdict = msgspec.structs.replace(decode(value), revision=revision)
+        verdict: Verdict = msgspec.structs.replace(decode(value), revision=self._changes)
         self._standing[key] = (model, verdict, now_s)
         return model, verdict
 

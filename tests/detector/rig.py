@@ -87,7 +87,7 @@ class PretendedRouter:
 
     def _entry(self, entry: Entry) -> None:
         now_s = now()
-        found = self._standing.feed(entry.key, entry.value, entry.revision, now_s)
+        found = self._standing.feed(entry.key, entry.value, now_s)
         if found is None:
             return
         statement = found[1]

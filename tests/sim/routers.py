@@ -182,7 +182,7 @@ class RouterProcess(Process):
                 self.tell(verdict)
 
     def _verdict(self, entry: Entry) -> None:
-        found = self._standing.feed(entry.key, entry.value, entry.revision, self.clock_s)
+        found = self._standing.feed(entry.key, entry.value, self.clock_s)
         if found is not None and self.plane is not None:
             self.tell(found[1])
 
