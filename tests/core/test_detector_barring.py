@@ -136,3 +136,31 @@ def test_a_class_outgrows_its_holders(
 ) -> None:
     """The share of requests is compared with the share of instances, exactly."""
     assert outgrows(requests, total, holders, fleet) is expected
+
+
+def test_a_burst_spreads_before_its_copies_are_known() -> None:
+    """Diverted requests count as queued tokens, so they do not all go to one instance."""
+    made, _ = _fleet("a")
+    made.handle(_verdict((90, 100)), 0.2)
+    chosen = []
+    for number in range(6):
+        decision = made.requests.decide(request(prompt(1, 2, 10 + number)), 1.0)
+        assert decision is not None
+        made.requests.book(decision, 1.0, 0.0)
+        chosen.append(decision.instance.record.instance_id)
+    assert sorted(chosen) == ["b", "b", "c", "c", "d", "d"]
+
+
+def test_saturated_instances_outside_fall_back_to_the_holders() -> None:
+    """At the batch cap nobody outside M can take more, so M serves its class after all."""
+    made, publisher = plane(*NAMES, batch_cap=1), Publisher("a")
+    publisher.batch()
+    made.handle(publisher.store(HOT), 0.1)
+    made.handle(_verdict((90, 100)), 0.2)
+    reasons = []
+    for number in range(4):
+        decision = made.requests.decide(request(prompt(1, 2, 10 + number)), 1.0)
+        assert decision is not None
+        made.requests.book(decision, 1.0, 0.0)
+        reasons.append((decision.instance.record.instance_id == "a", decision.reason))
+    assert reasons == [(False, "")] * 3 + [(True, "ignored:hotspot")]
