@@ -254,13 +254,15 @@ class BlockFeed:
 
     def _probe_silence(self) -> None:
         """Compare a silent stream with the engine's replay buffer."""
-        before = self.stream.next_seq
+        before, received = self.stream.next_seq, self.source.received
         self._run(self.stream.probe(after_outage=False))
         task = self._replaying
 
         def look(_: asyncio.Task[None]) -> None:
             after = self.stream.next_seq
-            if before is not None and after is not None and after > before:
+            # Where the live stream spoke up too, we were late ourselves: the replay overtook it.
+            silent = self.source.received == received
+            if silent and before is not None and after is not None and after > before:
                 self.counts["missed_live"] += after - before
                 logger.warning(
                     "%s: %d events came by replay only; if this goes on, the engine does not "

@@ -101,6 +101,16 @@ async def test_what_is_lost_on_the_way_is_found_by_probes(
     assert "came by replay only" in caplog.text
 
 
+async def test_a_sidecar_that_was_frozen_does_not_blame_the_engine(rig: Rig) -> None:
+    """A replay that overtakes what waits in the live socket is no sign of a deaf engine."""
+    await rig.send(stored(1))
+    for name in range(2, 200):
+        rig.engine.publish(stored(name))
+    rig.feed._probe_silence()  # as the tick does once it is late, before any message is taken
+    await eventually(lambda: len(rig.router.blocks("i-1")) == 199 and rig.feed.stream.live)
+    assert rig.feed.counts["missed_live"] == 0
+
+
 async def test_a_replay_socket_that_falls_silent_keeps_the_state(rig: Rig) -> None:
     """Probes that fail change nothing, and are no flood of warnings."""
     await rig.send(stored(1, 2))
