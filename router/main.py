@@ -143,8 +143,9 @@ class RouterProcess:
 
     def _samples(self) -> Iterator[Sample]:
         """Yield every state that metrics show."""
-        yield from plane_samples(self._directory, self.router.instances)
-        yield from tenant_samples(self._access, time.monotonic())
+        now_s = time.monotonic()
+        yield from plane_samples(self._directory, self.router.instances, now_s)
+        yield from tenant_samples(self._access, now_s)
         stats, bus, cache = self._server.stats, self._bus.stats(), self._cache.stats
         for name in stats.__slots__:
             shown = "loop_lag_seconds" if name == "loop_lag_s" else f"http_{name}_total"

@@ -14,9 +14,10 @@ from router.metrics import Sample
 _OF_MODEL = ("model",)
 _OF_INSTANCE = ("model", "instance")
 _BREAKER_STATES = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
+_TRUST = {Trust.EXACT: 0, Trust.RESYNCING: 1, Trust.STALE: 2}
 
 
-def plane_samples(directory: Directory, instances: Instances) -> Iterator[Sample]:
+def plane_samples(directory: Directory, instances: Instances, now_s: float) -> Iterator[Sample]:
     """Yield the state of every model and of its instances."""
     trust = Sample(
         "instances", "Instances by trust in their block sets.", labels=("model", "trust")
@@ -36,6 +37,14 @@ def plane_samples(directory: Directory, instances: Instances) -> Iterator[Sample
     breaker = Sample(
         "cb_state", "Circuit breaker: 0 closed, 1 half open, 2 open.", labels=_OF_INSTANCE
     )
+    doubt = Sample(
+        "instance_trust",
+        "Trust in an instance's block set: 0 exact, 1 resyncing, 2 stale.",
+        labels=_OF_INSTANCE,
+    )
+    silence = Sample(
+        "instance_silence_seconds", "Since its sidecar was last heard.", labels=_OF_INSTANCE
+    )
     for served in directory:
         fleet, ledger, model = served.plane.fleet, served.plane.ledger, served.model
         for state in Trust:
@@ -48,7 +57,9 @@ def plane_samples(directory: Directory, instances: Instances) -> Iterator[Sample
             context.values[model, name] = int(ledger.context[row])
             found = instances.breakers.get(name)
             breaker.values[model, name] = 0 if found is None else _BREAKER_STATES[found.state]
-    yield from (trust, usable, batch, queued, context, breaker)
+            doubt.values[model, name] = _TRUST[instance.trust]
+            silence.values[model, name] = max(0.0, now_s - instance.heard_s)
+    yield from (trust, usable, batch, queued, context, breaker, doubt, silence)
     yield from _whole_planes(directory)
 
 

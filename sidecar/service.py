@@ -236,10 +236,12 @@ class SidecarService:
     def _bus_state(self, connected: bool) -> None:
         if self._ended:
             return
-        logger.warning("the bus is %s", "connected" if connected else "lost")
         if connected:
+            logger.info("the bus is connected")
             self._changed()
             self.card.upload_again()
+        else:
+            logger.warning("the bus is lost: routers do not hear of this engine until it is back")
 
     async def _register(self) -> None:
         """Keep the records of all instances fresh."""

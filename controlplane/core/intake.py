@@ -31,6 +31,9 @@ from schemas.bus import KvBatch, KvCleared, KvStored, SnapshotChunk
 HEARD_S = 2.0
 """An instance of which nothing came for this long, twice its heartbeat, is silent."""
 
+ALARMING_ATTEMPT = 3
+"""Earlier tries to get a snapshot fail for no other reason than that both sides just came back."""
+
 
 class IntakeConfig(msgspec.Struct, frozen=True):
     """How eagerly block sets are resynced.
@@ -270,7 +273,8 @@ class BlockIntake:
         """Give up on a snapshot, and try again later if one is still needed."""
         self.counts["snapshot_failed"] += 1
         self._end_fetch(instance)
-        effects: list[Effect] = [Alarm("snapshot_failed", instance.record.instance_id, reason)]
+        told = Alarm if instance.resync_attempt >= ALARMING_ATTEMPT else Note
+        effects: list[Effect] = [told("snapshot_failed", instance.record.instance_id, reason)]
         if not instance.follower.exact:
             effects += self._ask(instance, reason, now_s)
         return effects

@@ -67,3 +67,21 @@ async def test_a_router_that_stops_tells_that_nothing_is_booked() -> None:
         await other.stop()
         await until(lambda: told)
         assert told[-1].events[-1] == RouterTotals({})
+
+
+async def test_metrics_show_whom_a_router_trusts_and_how_long_they_have_been_silent() -> None:
+    """An operator finds the instance whose sidecar is gone, not only how many are."""
+    async with ServiceRig(stale_s=0.2) as rig:
+        await rig.instance("a")
+
+        def shown(name: str) -> float:
+            page = rig.process.metrics.render().decode()
+            label = f'multiplane_{name}{{instance="a",model="{MODEL}"}} '
+            (line,) = [line for line in page.splitlines() if line.startswith(label)]
+            return float(line.removeprefix(label))
+
+        assert shown("instance_silence_seconds") < 5.0
+        await until(lambda: shown("instance_trust") == 2)
+        assert shown("instance_silence_seconds") > 0.2
+        await rig.publish(rig.publishers["a"].batch())
+        await until(lambda: shown("instance_trust") == 0)
