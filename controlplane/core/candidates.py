@@ -56,6 +56,14 @@ class Candidates(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.rows.instance_ids)
 
+    @property
+    def epochs(self) -> list[int]:
+        """Epoch of each block stream; 0 where there was none."""
+        epochs: list[int] = np.frombuffer(
+            self.rows.epochs or bytes(8 * len(self)), "<u8"
+        ).tolist()
+        return epochs
+
     def listed(self) -> list[Candidate]:
         """Return the instances one by one."""
         scores = np.zeros(len(self)) if self.scores is None else self.scores

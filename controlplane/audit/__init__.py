@@ -1,0 +1,1 @@
+"""Following, checking and exporting what the plane has said on the bus."""
