@@ -102,7 +102,7 @@ class LocalStack:
             self.embedded = await EmbeddedNats().start()
             self.nats_url = self.embedded.url
         bus = await NatsBus.connect(self.nats_url, name="up")
-        await ensure(bus, layout(size=0.25))
+        await ensure(bus, layout(size=0.25), missing_only=True)
         await bus.close()
         await asyncio.gather(self.fleet.start(self.options.engines), self._start_routers())
         await self.start_sidecars(self.fleet.instances)

@@ -1,13 +1,17 @@
 """Making the server hold what the plane needs, and saying what it holds.
 
 `ensure` may run as often as one likes, by anybody who may, beside running services: it creates
-what is missing, corrects what differs and leaves the rest alone.
+what is missing, corrects what differs and leaves the rest alone. `keep` goes on creating what is
+missing: a server that lost its files has an empty plane a few seconds later, and sidecars fill it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable
 from datetime import datetime
-from typing import Literal
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -15,6 +19,10 @@ from controlplane.bus.jetstream import JetStream, JetStreamError, Json
 from controlplane.bus.layout import BucketSpec, Layout, StoreSpec, StreamSpec
 from controlplane.bus.nats_bus import NatsBus
 from controlplane.bus.protocol import Bus, BusError
+
+log = logging.getLogger(__name__)
+
+KEEP_EVERY_S = 5.0
 
 _NS = 1_000_000_000
 _NOT_FOUND = 404
@@ -63,8 +71,11 @@ class Holding(msgspec.Struct, frozen=True):
     leader: str = ""
 
 
-async def ensure(bus: Bus, plan: Layout) -> list[Change]:
+async def ensure(bus: Bus, plan: Layout, *, missing_only: bool = False) -> list[Change]:
     """Make the server hold exactly what the plan says; nothing to do on a bus in memory.
+
+    Args:
+        missing_only: leave what is there as it is, whatever the plan says of it.
 
     Raises:
         BusError: the server refuses, or holds something that cannot be changed in place.
@@ -78,7 +89,30 @@ async def ensure(bus: Bus, plan: Layout) -> list[Change]:
         *(("bucket", spec.name, _bucket(spec, plan, markers=markers)) for spec in plan.buckets),
         *(("store", spec.name, _store(spec, plan)) for spec in plan.stores),
     ]
-    return [await _ensure_one(js, kind, name, config) for kind, name, config in wanted]
+    return [
+        await _ensure_one(js, kind, name, config, missing_only=missing_only)
+        for kind, name, config in wanted
+    ]
+
+
+async def keep(
+    bus: Bus, plan: Layout, told: Callable[[Change], None], every_s: float = KEEP_EVERY_S
+) -> NoReturn:
+    """Create what the server lacks, now and for ever; tells what was created.
+
+    While the server is away, or refuses, this waits: only the first failure in a row is logged.
+    """
+    failing = False
+    while True:
+        try:
+            for change in await ensure(bus, plan, missing_only=True):
+                if change.action == "created":
+                    told(change)
+            failing = False
+        except BusError as error:
+            log.log(logging.DEBUG if failing else logging.WARNING, "cannot look: %s", error)
+            failing = True
+        await asyncio.sleep(every_s)
 
 
 async def describe(bus: NatsBus, plan: Layout) -> list[Holding]:
@@ -157,7 +191,9 @@ async def _info(js: JetStream, stream: str) -> Json | None:
         raise
 
 
-async def _ensure_one(js: JetStream, kind: Kind, name: str, config: Json) -> Change:
+async def _ensure_one(
+    js: JetStream, kind: Kind, name: str, config: Json, *, missing_only: bool
+) -> Change:
     stream = config["name"]
     info = await _info(js, stream)
     try:
@@ -166,7 +202,7 @@ async def _ensure_one(js: JetStream, kind: Kind, name: str, config: Json) -> Cha
             return Change(kind, name, "created")
         present: Json = info["config"]
         different = {key for key, value in config.items() if present.get(key, False) != value}
-        if not different:
+        if not different or missing_only:
             return Change(kind, name, "unchanged")
         await js.api(f"STREAM.UPDATE.{stream}", present | config)
         return Change(kind, name, "updated", ", ".join(sorted(different)))

@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from controlplane import runtime
 from controlplane.bus import NatsBus, NatsOptions, connect
-from controlplane.bus.layout import layout
+from controlplane.bus.layout import Layout, layout
 from controlplane.bus.protocol import BusError
-from controlplane.bus.setup import Holding, describe, ensure
+from controlplane.bus.setup import Change, Holding, describe, ensure, keep
 from controlplane.cli.errors import UsageError
 from controlplane.cli.options import (
     DEFAULT_NATS,
@@ -38,6 +39,9 @@ def init(
     size: Annotated[
         float, typer.Option(help="Factor on every bound in bytes; 0.1 for a small disk.")
     ] = 1.0,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Stay, and create anew what the server has lost.")
+    ] = False,
 ) -> None:
     """Create streams, buckets and object stores, or correct those that differ. Repeatable."""
     if storage not in ("file", "memory"):
@@ -48,15 +52,38 @@ def init(
     except ValueError as error:
         raise UsageError(f"--replicas or --size: {error}") from error
 
+    options = nats_options(nats_user, nats_password_file, nats_ca)
+
     async def work() -> None:
-        bus = await _connected(nats, nats_options(nats_user, nats_password_file, nats_ca))
+        bus = await _connected(nats, options)
         for change in await ensure(bus, plan):
-            typer.echo(
-                f"{change.action:10} {change.kind:7} {change.name}  {change.detail}".rstrip()
-            )
+            _say(change)
         await bus.close()
 
+    if watch:
+        raise typer.Exit(runtime.run(lambda stop: _watch(nats, options, plan, stop)))
     asyncio.run(work())
+
+
+def _say(change: Change) -> None:
+    typer.echo(f"{change.action:10} {change.kind:7} {change.name}  {change.detail}".rstrip())
+
+
+async def _watch(url: str, options: NatsOptions, plan: Layout, stop: asyncio.Event) -> int:
+    """Create what is missing until stopped; returns the exit status."""
+    runtime.log_to_stderr()
+    bus = await connect(url, name="multiplane-bus", options=options)
+    keeping = asyncio.create_task(keep(bus, plan, _say))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()  # only a bug ends it
+    finally:
+        for task in (keeping, stopping):
+            task.cancel()
+        await bus.close()
+    return 0
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """Streams, buckets and stores: created once, corrected when they differ, described."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 from controlplane.bus import BusError, MemoryBroker, NatsBus
 from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import MIB, layout
-from controlplane.bus.setup import describe, ensure
+from controlplane.bus.setup import describe, ensure, keep
 from schemas import subjects
-from tests.bus.worlds import fast
+from tests.bus.worlds import eventually, fast
 
 pytestmark = pytest.mark.live
 
@@ -50,6 +51,37 @@ async def test_setup_is_idempotent_and_corrects(bus: NatsBus) -> None:
     holdings = {holding.name: holding for holding in await describe(bus, larger)}
     assert holdings["MP_KV"].messages == 1
     assert holdings["MP_KV"].bytes_max == int(2048 * MIB * 0.6)
+
+
+async def test_what_is_there_can_be_left_as_it_is(bus: NatsBus) -> None:
+    """Creating only what is missing does not change the bounds of the rest."""
+    await ensure(bus, layout(storage="memory", size=0.3))
+    await bus.jetstream.api("STREAM.DELETE.KV_mp_verdicts")
+    changes = await ensure(bus, PLAN, missing_only=True)
+    done = {change.name: change.action for change in changes if change.action != "unchanged"}
+    assert done == {subjects.VERDICTS: "created"}
+    held = {holding.name: holding.bytes_max for holding in await describe(bus, PLAN)}
+    assert held["MP_KV"] == int(2048 * MIB * 0.3)
+
+
+async def test_what_the_server_loses_is_created_anew() -> None:
+    """`keep` waits for a server that is away, and fills one that came back without its files."""
+    async with EmbeddedNats() as server:
+        await server.kill()
+        bus = await NatsBus.connect(server.url, options=fast(), wait_s=0.1)
+        created: list[str] = []
+        keeping = asyncio.create_task(
+            keep(bus, PLAN, lambda change: created.append(change.name), every_s=0.05)
+        )
+        await server.start()
+        everything = len(PLAN.streams) + len(PLAN.buckets) + len(PLAN.stores)
+        await eventually(lambda: len(created) == everything)
+        await server.kill()  # the plan's storage is memory
+        await server.start()
+        await eventually(lambda: len(created) == 2 * everything, within_s=10.0)
+        assert len(await describe(bus, PLAN)) == everything
+        keeping.cancel()
+        await bus.close()
 
 
 async def test_what_cannot_be_changed_is_an_error(bus: NatsBus) -> None:
