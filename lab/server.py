@@ -31,6 +31,8 @@ from lab.engine import Engine
 from lab.engine_types import block_hash_of
 from lab.publisher import Publisher
 from lab.server_api import Api, ApiError, Plan, decode
+from lab.server_dialects import Dialects
+from lab.server_dialogues import MessagesReply, ResponsesReply, messages_error
 from lab.server_engine import Generation, Job, LiveEngine
 from lab.server_faults import Fault, Faults
 from lab.server_metrics import CONTENT_TYPE, ServerMetrics
@@ -44,6 +46,7 @@ BODY_BYTES_MAX = 64 << 20
 KEEPALIVE_S = 5.0  # vLLM's default: idle client connections are closed after it
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+AnyReply = Reply | MessagesReply | ResponsesReply
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -73,6 +76,7 @@ class EmulatedServer:
         model = ServedModel(options.model_dir, options.answer_tokens)
         config = options.engine_config(model)
         self.api = Api(model, options.names, options.loras, config.max_model_len)
+        self.dialects = Dialects(self.api)
         self.engine = Engine(config)
         self.metrics = ServerMetrics(options.names[0], config)
         self.publisher = _publisher(options)
@@ -137,6 +141,9 @@ class EmulatedServer:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completion),
+                web.post("/v1/messages", self._messages),
+                web.post("/v1/messages/count_tokens", self._count_tokens),
+                web.post("/v1/responses", self._responses),
                 web.post("/v1/embeddings", self._pooling(server_pooling.embeddings)),
                 web.post("/v1/rerank", self._pooling(server_pooling.rerank)),
                 web.post("/rerank", self._pooling(server_pooling.rerank)),
@@ -166,7 +173,8 @@ class EmulatedServer:
         try:
             return await handler(request)
         except ApiError as error:
-            return _bytes(error_body(error), status=error.status)
+            in_form = messages_error if request.path.startswith("/v1/messages") else error_body
+            return _bytes(in_form(error), status=error.status)
         except web.HTTPException as error:
             return _json({"detail": error.reason}, status=error.status)
 
@@ -179,13 +187,25 @@ class EmulatedServer:
     # --- generation -----------------------------------------------------------------------------
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, self.api.plan_chat, "chatcmpl")
+        return await self._generate(request, self.api.plan_chat, "chatcmpl-", Reply)
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, self.api.plan_completion, "cmpl")
+        return await self._generate(request, self.api.plan_completion, "cmpl-", Reply)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        plan_of = self.dialects.plan_messages
+        return await self._generate(request, plan_of, "chatcmpl-", MessagesReply)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        plan_of = self.dialects.plan_responses
+        return await self._generate(request, plan_of, "resp_", ResponsesReply)
 
     async def _generate(
-        self, request: web.Request, plan_of: Callable[[bytes, str | None], Plan], prefix: str
+        self,
+        request: web.Request,
+        plan_of: Callable[[bytes, str | None], Plan],
+        prefix: str,
+        reply_in: Callable[[Plan, str, int], AnyReply],
     ) -> web.StreamResponse:
         body = await request.read()
         self.load += 1
@@ -194,10 +214,10 @@ class EmulatedServer:
             fault = self.faults.strike()
             await _befall(fault, request)
             plan = plan_of(body, request.headers.get("X-Session-ID"))
-            name = f"{prefix}-{request.headers.get('X-Request-Id') or uuid.uuid4().hex}"
+            name = f"{prefix}{request.headers.get('X-Request-Id') or uuid.uuid4().hex}"
             job = self._job(plan, name)
             generation = self._submit(job)
-            reply = Reply(plan, name, int(time.time()))
+            reply = reply_in(plan, name, int(time.time()))
             if plan.stream:
                 return await self._stream(request, reply, generation, fault)
             delta = await generation.all()
@@ -228,12 +248,17 @@ class EmulatedServer:
         return self.live.submit(job)
 
     async def _stream(
-        self, request: web.Request, reply: Reply, generation: Generation, fault: Fault | None
+        self, request: web.Request, reply: AnyReply, generation: Generation, fault: Fault | None
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         chunks_left = fault.chunks if fault is not None and fault.kind == "close" else None
+        greeting = reply.greeting
+        if greeting:
+            await response.prepare(request)
+            await response.write(greeting)
         delta = await generation.next()
-        await response.prepare(request)
+        if not greeting:
+            await response.prepare(request)
         opening = reply.opening()
         while True:
             if chunks_left is not None:
@@ -262,6 +287,9 @@ class EmulatedServer:
                 self.load -= 1
 
         return handle
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        return _json(self.dialects.count_tokens(await request.read()))
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         return _json(self.api.tokenize(await request.read()))

@@ -199,6 +199,27 @@ class Api:
             raise ApiError(400, "the emulated engine takes one prompt a request", param="prompt")
         return self._plan(completion, prompt_ids, completion.max_tokens, session_id)
 
+    def plan_rendered(
+        self, common: ChatBody, chat: ChatRequest, limit: int | None, session_id: str | None
+    ) -> Plan:
+        """Return the plan of a chat that another API's request became. Raises ApiError.
+
+        Args:
+            common: what the answer depends on beside the prompt.
+            chat: what the prompt is made of.
+            limit: most tokens of the answer.
+            session_id: of the request.
+        """
+        return self._plan(common, self.render(chat), limit, session_id)
+
+    def render(self, chat: ChatRequest) -> list[int]:
+        """Return the token ids of a chat. Raises ApiError."""
+        try:
+            text = self.model.render(chat)
+        except ModelError as error:
+            raise ApiError(400, str(error)) from error
+        return self.model.encode(text, add_special_tokens=chat.add_special_tokens)
+
     def tokenize(self, body: bytes) -> dict[str, Any]:
         """Answer `POST /tokenize`. Raises ApiError."""
         asked = decode(body, TokenizeBody)

@@ -22,6 +22,8 @@ from tokenizers import Tokenizer
 from lab.engine_types import FinishReason, digest
 from router.chat_template import ChatTemplate, TemplateSyntaxError
 from router.prompt import Inexact
+from router.template_habits import habits_of
+from schemas.bus import ModelCard
 from schemas.openai import ChatRequest
 
 _POOL_TOKENS = 8192  # answers are runs of this cycle of words
@@ -50,7 +52,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class ServedModel:
-    """A tokenizer with a chat template and answers; immutable after construction."""
+    """A tokenizer with a chat template and answers; immutable after construction.
+
+    Attributes:
+        habits: how Anthropic's messages become chats.
+        max_model_len: the longest context, as the model's configuration has it.
+    """
 
     def __init__(self, folder: Path, answer_tokens_mean: int = _ANSWER_TOKENS_MEAN) -> None:
         """Read a model folder.
@@ -65,9 +72,12 @@ class ServedModel:
             config = _read_json(folder / "config.json")
             settings = _read_json(folder / "tokenizer_config.json")
             self._special_tokens = _special_tokens(settings)
-            self._template = self._compile(_template_source(folder, settings))
+            source = _template_source(folder, settings)
+            self._template = self._compile(source)
         except Exception as error:  # the tokenizer's library raises bare Exception
             raise ModelError(f"{folder} is no usable model folder: {error}") from error
+        card = ModelCard(folder.name, b"", source, self._special_tokens)
+        self.habits = habits_of(card)
         self.max_model_len = int(config["max_position_embeddings"])
         self._stops = _stop_ids(folder, config)
         words = _words(self._tokenizer)

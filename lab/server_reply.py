@@ -18,12 +18,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Reply:
-    """Builds the answer to one plan.
+    """Builds the answer to one plan, in the form of chats and completions.
 
     Args:
         request_id: as the caller sees it, `chatcmpl-…` or `cmpl-…`.
         created: Unix seconds.
     """
+
+    greeting = b""  # sent before the engine has begun
 
     def __init__(self, plan: Plan, request_id: str, created: int) -> None:
         self._plan = plan

@@ -28,6 +28,10 @@ _TEXT_PARTS: Final = {"text": "text", "refusal": "refusal", "thinking": "thinkin
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
 
 
+class NameFirst(dict[str, Any]):
+    """The function of a call that no model of the Chat API has put into its own order of keys."""
+
+
 class _Unreadable(Exception):
     """Carries an Inexact outcome out of the nested readers."""
 
@@ -149,6 +153,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if not all(isinstance(text, str) for text in texts):
         raise _Unreadable(Reason.INVALID, "a tool call without id, name or arguments")
     known = {"arguments": _object(str(arguments)), "name": name}
+    if isinstance(function, NameFirst):
+        known = {"name": name, "arguments": known["arguments"]}
     ordered = {"id": call["id"], "function": known | _others(function, known), "type": "function"}
     return ordered | _others(call, ordered)
 

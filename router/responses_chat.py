@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from router.chat_messages import NameFirst
 from router.prompt import Inexact, Reason
 from router.unreadable import Unreadable
 from schemas.openai import ChatRequest, ResponsesRequest
@@ -102,7 +103,7 @@ def _complete(messages: list[dict[str, Any]], first: int, field: str, value: Any
 def _call(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("namespace"):
         raise Unreadable(Reason.UNSUPPORTED, "a tool with a namespace")
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    function = NameFirst(name=item.get("name"), arguments=item.get("arguments"))
     return {"id": item.get("call_id"), "function": function, "type": "function"}
 
 

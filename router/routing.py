@@ -202,7 +202,9 @@ class Routing:
     # --- called by the forwarder
 
     def on_first_byte(self, now_s: float) -> None:
-        """Prefill is done."""
+        """Prefill is done, unless this API's streams begin with a greeting."""
+        if self._endpoint.opens_early:
+            return
         self._ttft_s = now_s - self._started_s
         if self._ticket is not None:
             self._resolved.served.plane.requests.first_byte(self._ticket, self._ttft_s)

@@ -60,6 +60,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         name: for metrics and logs.
         decode: reads its body; None where only the model's name is looked for.
         computes: whether the engine computes a prompt for it; if not, it is no prefill load.
+        opens_early: its streams begin before the prompt is computed.
         param: the field that holds the prompt.
         form: how errors look to its clients.
     """
@@ -67,6 +68,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     name: str
     decode: Callable[[bytes], Parsed] | None = None
     computes: bool = True
+    opens_early: bool = False
     param: str = "prompt"
     form: Form = Form.OPENAI
 
@@ -78,7 +80,7 @@ _RENDER = Endpoint("render", computes=False)
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {
     b"/v1/chat/completions": Endpoint("chat", decode_chat, param="messages"),
     b"/v1/completions": Endpoint("completions", decode_completion),
-    b"/v1/responses": Endpoint("responses", decode_responses, param="input"),
+    b"/v1/responses": Endpoint("responses", decode_responses, opens_early=True, param="input"),
     b"/v1/messages": Endpoint("messages", decode_messages, param="messages", form=Form.ANTHROPIC),
     b"/v1/messages/count_tokens": Endpoint("count_tokens", computes=False, form=Form.ANTHROPIC),
     b"/v1/embeddings": Endpoint("embeddings", decode_embeddings, param="input"),

@@ -26,6 +26,8 @@ from tests.vllm.kv_events import replay
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 PROMPT = {"model": MODEL, "prompt": list(range(300, 340)), "max_tokens": 4}
+MESSAGE = {**CHAT, "system": "Be brief."}
+RESPONSE = {"model": MODEL, "input": "hello", "max_output_tokens": 4}
 USAGE = {"stream_options": {"include_usage": True}}
 FULL = {"return_token_ids": True}
 
@@ -48,6 +50,14 @@ class Answer(NamedTuple):
     def json(self) -> Any:
         """The body, if it is JSON."""
         return json.loads(self.body)
+
+    @property
+    def events(self) -> list[tuple[str, Any]]:
+        """The names and JSON objects of a stream of named events."""
+        lines = self.body.decode().split("\n\n")
+        assert lines.pop() == ""
+        pairs = [line.split("\n") for line in lines]
+        return [(name[len("event: ") :], json.loads(data[len("data: ") :])) for name, data in pairs]
 
     @property
     def chunks(self) -> list[Any]:
@@ -120,6 +130,9 @@ def assert_within(emulated: Any, real: Any, place: str = "body") -> None:
         ("/v1/chat/completions", {**CHAT, **FULL}),
         ("/v1/completions", PROMPT),
         ("/v1/completions", {**PROMPT, **FULL}),
+        ("/v1/messages", MESSAGE),
+        ("/v1/messages/count_tokens", {"model": MODEL, "messages": CHAT["messages"]}),
+        ("/v1/responses", RESPONSE),
         ("/tokenize", {"model": MODEL, "prompt": "hello there", "return_token_strs": True}),
         ("/tokenize", {"model": MODEL, "messages": CHAT["messages"]}),
         ("/detokenize", {"model": MODEL, "tokens": [300, 301]}),
@@ -165,12 +178,27 @@ def test_streams_have_the_same_chunks(pair: Pair, path: str, body: dict[str, Any
     assert emulated.chunks[0].keys() == {k for k, v in real.chunks[0].items() if v is not None}
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/messages", MESSAGE), ("/v1/responses", RESPONSE)])
+def test_named_events_come_in_the_same_order(pair: Pair, path: str, body: dict[str, Any]) -> None:
+    """Streams of messages and responses have vLLM's events, with no field that vLLM's lack."""
+    real, emulated = (ask(url + path, {**body, "stream": True}) for url in pair)
+    assert emulated.kind == real.kind
+    names = [[name for name, _ in answer.events] for answer in (real, emulated)]
+    once = [list(dict.fromkeys(each)) for each in names]
+    assert once[0] == once[1]
+    of_real = dict(reversed(real.events))
+    for name, data in emulated.events:
+        assert_within(shape(data), shape(of_real[name]), name)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "exact"),
     [
         ("/v1/chat/completions", {**CHAT, "model": "other"}, True),
         ("/v1/completions", {**PROMPT, "prompt": [300] * 5000}, True),
         ("/v1/completions", {**PROMPT, "prompt": [99_999_999]}, False),
+        ("/v1/messages", {**MESSAGE, "model": "other"}, False),
+        ("/v1/responses", {**RESPONSE, "model": "other"}, True),
         ("/v1/chat/completions", b"{", False),
         ("/v1/chat/completions", {"model": MODEL}, False),
         ("/nowhere", {}, False),
