@@ -157,7 +157,6 @@ SLEEPERS: dict[str, str] = {
     "tests/vllm/sim_executor.py": "is the simulated forward pass",
 }
 SKIPPERS: dict[str, str] = {
-    "tests/bus/test_accounts.py": "certificates are made by openssl, which not every machine has",
     "tests/bus/test_embedded.py": "the parent-death signal exists on Linux only",
     "tests/router/test_hostile*.py": "thousands of connections need as many file descriptors",
 }
