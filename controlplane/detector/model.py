@@ -120,6 +120,8 @@ class WatchedModel:
             return
         before = self.seen.get(name)
         if entry.value is None:
+            if entry.expired:
+                self._revisions.pop(name, None)  # a server that lost its files counts anew
             self._gone(name, before, now_s, expired=entry.expired)
         elif entry.revision > self._revisions.get(name, -1):
             self._revisions[name] = entry.revision

@@ -259,11 +259,11 @@ class Fleet:
                 self.said.append((self.now_s, verb, write.message.reason))
             value = None if write.delete else encode(write.message)
             key = subjects.key(MODEL, write.name)
-            self._after(self._delay_s, self._entry, key, value, revision)
+            self._after(self._delay_s, self._entry, key, value)
 
-    def _entry(self, key: str, value: bytes | None, revision: int) -> None:
+    def _entry(self, key: str, value: bytes | None) -> None:
         for plane, standing in zip(self.planes, self._standing, strict=True):
-            found = standing.feed(key, value, revision, self.now_s)
+            found = standing.feed(key, value, self.now_s)
             if found is not None:
                 plane.handle(found[1], self.now_s)
 

@@ -232,17 +232,29 @@ async def test_what_could_not_be_written_is_written_later() -> None:
 
 @in_virtual_time
 async def test_what_the_server_lost_is_written_again() -> None:
-    """A server without a disk forgets the bucket; the leader does not."""
+    """A server that lost its files counts revisions anew; the leader does not mind."""
     async with Rig() as rig:
         leader = await rig.lead("a")
+        standby = await rig.start("b")
+        shelf = rig.broker.shelves[subjects.VERDICTS]
+        for _ in range(3):
+            shelf.write("m.drain-x", None)  # revisions pass by
         rig.router.ask(4)
         await eventually(lambda: rig.router.barred() == {HOT})
-        shelf = rig.broker.shelves[subjects.VERDICTS]
         shelf.entries.clear()
-        rig.buses["a"].cut()
-        rig.buses["a"].heal()
+        shelf._revision = 0
+        for bus in rig.buses.values():
+            bus.cut()
+            bus.heal()
         await eventually(lambda: shelf.live(KEY) is not None)
+        await eventually(lambda: HOT in standby.models[MODEL].detector.standing)
         assert HOT in leader.models[MODEL].detector.standing
+        await Operator(await rig.bus(), by="op").policy(MODEL, "linear")
+        await eventually(lambda: "policy" in leader.models[MODEL].seen)
+        await eventually(lambda: "policy" in standby.models[MODEL].seen)
+        rig.router.ask(1, holders=8)
+        await eventually(lambda: not rig.router.barred())
+        assert leader.registrar.counts["fenced"] == 0
 
 
 @in_virtual_time
