@@ -212,9 +212,10 @@ class Mirror:
         except (OverflowError, TypeError, ValueError):
             return Outcome.MALFORMED
         self._learn(event.block_hashes, parent, hashes)
-        changed = self._add(place, parent, hashes, changes, from_root=parent == ROOT)
+        from_root = parent == ROOT
+        changed = self._add(place, parent, hashes, changes, from_root=from_root)
         if len(self.orphans):
-            self._adopt(event.block_hashes, changes)
+            self._adopt(event.block_hashes, changes, from_root=from_root)
         return Outcome.STORED if changed else Outcome.REPEATED
 
     def _parent_of(self, event: BlockStored) -> BlockHash | None:
@@ -325,9 +326,18 @@ class Mirror:
             self.orphans.keep(name, parent, tokens[at * step : (at + 1) * step], extras, place)
             parent = name
 
-    def _adopt(self, names: Sequence[EngineBlockHash], changes: list[Change]) -> None:
-        """Give the blocks that waited for any of `names`, and their descendants, their hashes."""
+    def _adopt(
+        self, names: Sequence[EngineBlockHash], changes: list[Change], *, from_root: bool
+    ) -> None:
+        """Give the blocks that waited for any of `names`, and their descendants, their hashes.
+
+        Args:
+            names: what was just stored.
+            from_root: whether that may have been a report of hits (see `memories`). Then blocks in
+                it that were known as orphans may have no copy beside the one they had.
+        """
         waiting = list(names)
+        reported = frozenset(names if from_root else ())
         while waiting:
             name = waiting.pop()
             for orphan in self.orphans.adopt(name):
@@ -335,8 +345,9 @@ class Mirror:
                 block = hash_block(orphan.tokens, orphan.extras, parent)
                 self._learn([orphan.name], parent, [block])
                 for place, copies in orphan.copies.items():
-                    for _ in range(copies):
-                        self._add(place, parent, [block], changes, from_root=False)
+                    for copy in range(copies):
+                        doubtful = copy == 0 and orphan.name in reported
+                        self._add(place, parent, [block], changes, from_root=doubtful)
                 waiting.append(orphan.name)
 
     # --- removals

@@ -134,6 +134,18 @@ def test_an_orphan_can_be_removed_before_it_is_adopted() -> None:
     assert mirror.held() == set(chain(pack_tokens(tokens[:SIZE]), SIZE))
 
 
+def test_a_report_of_hits_may_name_orphans() -> None:
+    """The copy of an orphan and the one in the report may be the same: the second is in doubt."""
+    mirror = Mirror()
+    tokens = list(range(3 * SIZE))
+    blocks = chain(pack_tokens(tokens), SIZE)
+    feed(mirror, stored([2, 3], tokens[SIZE:], parent=1))
+    feed(mirror, stored([1, 2, 3], tokens))
+    assert (mirror.held(), mirror.doubtful) == (set(blocks), 2)
+    mirror.capacity_blocks = 2
+    assert feed(mirror, removed(3)) == [Gone([blocks[2]])]
+
+
 def test_orphans_are_bounded() -> None:
     """At the bound further orphans are dropped and counted."""
     mirror = Mirror(MirrorConfig(orphans_max=3))
