@@ -40,7 +40,8 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
         health_s: how often `/health` is asked.
         health_failures_max: failures in a row before the engine counts as lost.
         http_timeout_s: for one request to the engine.
-        probe_s: an event stream silent for this long is compared with the engine's replay buffer.
+        probe_s: an event stream silent for this long is compared with the engine's replay buffer,
+            which is what shows the loss of an event that no other one follows.
         replay_silence_s_max: silence within a replay before it has failed.
         join_s_max: how long registration waits for the first replay.
         drain_s_max: how long running requests may take to end when the sidecar is stopped.
@@ -76,7 +77,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_s: float = 1.0
     health_failures_max: int = 3
     http_timeout_s: float = 2.0
-    probe_s: float = 5.0
+    probe_s: float = 2.0
     replay_silence_s_max: float = 2.0
     join_s_max: float = 5.0
     drain_s_max: float = 60.0
