@@ -16,7 +16,7 @@ from typing import Final
 
 import uvloop
 
-from router.http_head import HeadError, RequestHead
+from router.http_head import HeadError, RequestHead, RequestHeads
 from router.http_reader import RequestReader
 from router.limits import ServerLimits
 
@@ -61,7 +61,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._reader = RequestReader(ServerLimits())
+        self._reader = RequestReader(ServerLimits(), RequestHeads())
         self._chunks_left = 0
         self._gap_s = 0.0
 

@@ -62,12 +62,16 @@ class ChunkScanner:
         Raises:
             ChunkError: the bytes are not a chunked body; the scanner is of no further use.
         """
+        if self._state == _SIZE and not self._kept and content is None:
+            line = _match_size_line(data)
+            if line is not None:
+                size = int(line[1], 16)
+                if size and line.end() + size + 2 == len(data) and data.endswith(b"\r\n"):
+                    return -1  # One whole chunk: what nearly every read of a stream is.
         kept = len(self._kept)
         if kept:
             data = self._kept + data
             self._kept = b""
-        elif self._state == _SIZE and content is None and _is_one_chunk(data):
-            return -1
         pos = 0
         end = len(data)
         while True:
@@ -126,12 +130,3 @@ class ChunkScanner:
                 raise ChunkError("malformed trailers")
         self._state = _DONE
         return stop
-
-
-def _is_one_chunk(data: bytes) -> bool:
-    """Whether `data` is exactly one chunk that has data: what nearly every read is."""
-    line = _match_size_line(data)
-    if line is None:
-        return False
-    size = int(line[1], 16)
-    return size > 0 and line.end() + size + 2 == len(data) and data.endswith(b"\r\n")

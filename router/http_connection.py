@@ -53,6 +53,7 @@ class Phase(IntEnum):
 
 # A member looked up on its enum costs as much as a method call; hot paths use these names.
 _READING, _BUSY, _CLOSING = Phase
+_IDLE = Awaiting.IDLE
 
 
 class ClientConnection(asyncio.Protocol):
@@ -87,7 +88,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
-        self._reader = RequestReader(server.limits)
+        self._reader = RequestReader(server.limits, server.heads)
         self._phase = _READING
         self._awaiting: Awaiting | None = None  # what the deadline was set for
         self._exchange: Exchange | None = None
@@ -167,12 +168,17 @@ class ClientConnection(asyncio.Protocol):
     def exchange_finished(self, keep_alive: bool) -> None:
         """Turn to the next request, or close."""
         self._exchange = None
-        self._book(0)
+        if self._body_bytes:
+            self._book(0)
         if not keep_alive or self._server.draining:
             self._close()
             return
         self._phase = _READING
-        self._go_on()
+        if self._reader.held_bytes or self._behind:
+            self._go_on()
+        else:
+            self._awaiting = _IDLE
+            self.deadline_s = self._server.idle_deadline_s
 
     def exchange_aborted(self, reset: bool) -> None:
         """End the connection in the middle of an answer, after what was sent of it or at once."""
@@ -256,20 +262,19 @@ class ClientConnection(asyncio.Protocol):
         if not self._book(self._reader.body_bytes) or awaiting == self._awaiting:
             return
         self._awaiting = awaiting
-        limits = self._server.limits
+        server = self._server
         if awaiting == Awaiting.IDLE:
-            time_s = limits.drain_idle_s if self._server.draining else limits.idle_time_s
+            self.deadline_s = server.idle_deadline_s
         elif awaiting == Awaiting.HEAD:
-            time_s = limits.header_time_s
+            self.deadline_s = server.now_s + server.limits.header_time_s
         else:
-            time_s = limits.body_time_s
+            self.deadline_s = server.now_s + server.limits.body_time_s
             if self._reader.wants_continue:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.deadline_s = self._server.now_s + time_s
 
     def _dispatch(self, head: RequestHead, body: bytes) -> None:
         """Give the handler a whole request."""
-        if not self._book(len(body)):
+        if body and not self._book(len(body)):
             return
         exchange = Exchange(self, head, body, self.client)
         exchange.draining = self._server.draining

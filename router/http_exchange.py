@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from router.http_head import Headers, RequestHead
 
-STATUS_LINES: Final[dict[int, bytes]] = {
+_STATUS_LINES: Final[dict[int, bytes]] = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
@@ -41,7 +41,7 @@ JSON: Final = (b"content-type", b"application/json")
 
 # A client's own id is kept when it is safe to log and to send on.
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-_ID_PREFIX: Final = os.urandom(6).hex()
+_ID_PREFIX: Final = os.urandom(6).hex().encode()
 _ID_COUNTER: Final = count()
 
 
@@ -114,7 +114,7 @@ class Exchange:
         self._carrier: Carrier | None = carrier
         self._flow: Flow | None = None
         self._gone_callbacks: list[Callable[[], None]] | None = None
-        self._request_id: bytes | None = None
+        self._request_id = b""
         self.head = head
         self.body = body
         self.client = client
@@ -160,12 +160,12 @@ class Exchange:
     @property
     def request_id(self) -> bytes:
         """The client's X-Request-Id if it is fit to be logged, else one made here; stable."""
-        if self._request_id is None:
+        if not self._request_id:
             given = self.head.fields.get(b"x-request-id")
             if given is not None and _REQUEST_ID.fullmatch(given):
                 self._request_id = given
             else:
-                self._request_id = b"%b-%08x" % (_ID_PREFIX.encode(), next(_ID_COUNTER))
+                self._request_id = b"%b-%08x" % (_ID_PREFIX, next(_ID_COUNTER))
         return self._request_id
 
     @property
@@ -316,11 +316,9 @@ def _drop(data: bytes) -> None:
     """Send nothing: there is nobody to send it to."""
 
 
-def status_line(status: int, reason: bytes = b"") -> bytes:
-    """Return the status line with its line end; the usual reason phrase when none is given."""
-    if reason or status not in STATUS_LINES:
-        return b"HTTP/1.1 %d %b\r\n" % (status, reason)
-    return STATUS_LINES[status]
+def status_line(status: int) -> bytes:
+    """Return the status line with its line end."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def connection_line(http11: bool, keep_alive: bool) -> bytes:

@@ -6,31 +6,51 @@ disagreement with the next hop about where a message ends is a smuggling hole: H
 absolute-form and authority-form targets, double spaces, transfer codings other than `chunked`,
 chunked bodies in HTTP/1.0, a missing or repeated Host. Upgrades are never accepted: as RFC 9110
 §7.8 allows, the request is served as HTTP/1.1 and the header is dropped.
+
+Parsing is the largest part of what a proxied request costs, and nearly every head has been seen
+before, but for its Content-Length: a client library sends the same lines every time, an engine the
+same within a second. So heads are immutable, the length is returned beside them, and `RequestHeads`
+and `ResponseHeads` remember what they have parsed, keyed by all bytes but the length's digits. A
+key determines the head: the digits are cut out at the one place where they are looked for, and
+only if they are digits.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import httptools
+import msgspec
+
+_T = TypeVar("_T")
 
 Headers = list[tuple[bytes, bytes]]
 
 # RFC 9110 §7.6.1, and what HTTP/1.1 proxies have learnt to add.
-HOP_BY_HOP: Final[frozenset[bytes]] = frozenset(
+_HOP_BY_HOP: Final = frozenset(
     {
         b"connection",
+        b"http2-settings",
         b"keep-alive",
-        b"proxy-connection",
         b"proxy-authenticate",
         b"proxy-authorization",
+        b"proxy-connection",
         b"te",
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
-        b"http2-settings",
     }
 )
+# Written anew for what is really sent.
+_REWRITTEN_IN_REQUESTS: Final = frozenset({b"content-length", b"expect", b"host", b"x-request-id"})
+_REWRITTEN_IN_RESPONSES: Final = frozenset({b"content-length"})
+_SINGLE: Final = (b"host", b"content-length", b"transfer-encoding", b"expect")
+_VERSIONS: Final = frozenset({b"HTTP/1.0", b"HTTP/1.1"})
+_BLANKS: Final = b" \t"
+
+# A few MiB of remembered heads at the most.
+REMEMBERED_MAX: Final = 512
+REMEMBERED_BYTES_MAX: Final = 2048
 
 
 class HeadError(Exception):
@@ -47,192 +67,235 @@ class HeadError(Exception):
         self.message = message
 
 
-class RequestHead:
-    """One request's head, parsed and found sound.
+class RequestHead(msgspec.Struct, frozen=True):
+    """A request's head, parsed and found sound; may be shared by requests.
 
-    Attributes:
+    Fields:
         method: upper case, as sent.
         target: origin-form (`/path?query`), or `*` for OPTIONS.
-        headers: every line in order, names in lower case, values as sent.
+        headers: every line but Content-Length, in order, names in lower case, values stripped.
         fields: the same as a mapping; of a repeated name, the last value.
+        forwarded: the request line and the lines for the next hop, names as sent, each with its
+            line end; without Host, Content-Length and X-Request-Id.
         http11: False for HTTP/1.0.
         keep_alive: whether the client expects the connection to stay open.
-        chunked: whether the body is chunked; else it has `content_length` bytes.
-        content_length: 0 when the head declares no body.
-        expect_continue: the client waits for `100 Continue` before it sends the body.
+        chunked: whether the body is chunked.
+        expect_continue: the client may wait for `100 Continue` before it sends the body.
     """
 
-    __slots__ = (
-        "chunked",
-        "content_length",
-        "expect_continue",
-        "fields",
-        "headers",
-        "http11",
-        "keep_alive",
-        "method",
-        "target",
-    )
-
-    def __init__(self, method: bytes, target: bytes, headers: Headers, http11: bool) -> None:
-        self.method = method
-        self.target = target
-        self.headers = headers
-        self.fields = dict(headers)
-        self.http11 = http11
-        self.keep_alive = http11
-        self.chunked = False
-        self.content_length = 0
-        self.expect_continue = False
+    method: bytes
+    target: bytes
+    headers: Headers
+    fields: dict[bytes, bytes]
+    forwarded: bytes
+    http11: bool
+    keep_alive: bool
+    chunked: bool
+    expect_continue: bool
 
 
-class ResponseHead:
-    """One response's head, parsed and found sound.
+class ResponseHead(msgspec.Struct, frozen=True):
+    """A response's head, parsed and found sound; may be shared by responses.
+
+    Fields:
+        status: three digits.
+        headers: every line but Content-Length, in order, names in lower case, values stripped.
+        fields: the same as a mapping; of a repeated name, the last value.
+        forwarded: the status line and the lines for the next hop, names as sent, each with its
+            line end; without any that frame the body.
+        keep_alive: whether the connection may carry another request afterwards.
+        chunked: whether the body is chunked.
+    """
+
+    status: int
+    headers: Headers
+    fields: dict[bytes, bytes]
+    forwarded: bytes
+    keep_alive: bool
+    chunked: bool
+
+
+class _Collector:
+    """Receives httptools' callbacks for one head.
 
     Attributes:
-        status: three digits.
-        reason: the reason phrase, perhaps empty.
-        headers: every line in order, names in lower case, values as sent.
-        fields: the same as a mapping; of a repeated name, the last value.
-        keep_alive: whether the connection may carry another request afterwards.
-        chunked: whether the body is chunked; else it has `content_length` bytes.
-        content_length: None when only the connection's end ends the body.
+        lines: names as sent, values stripped.
+        headers: the same, names in lower case.
     """
 
-    __slots__ = ("chunked", "content_length", "fields", "headers", "keep_alive", "reason", "status")
-
-    def __init__(self, status: int, reason: bytes, headers: Headers) -> None:
-        self.status = status
-        self.reason = reason
-        self.headers = headers
-        self.fields = dict(headers)
-        self.keep_alive = True
-        self.chunked = False
-        self.content_length: int | None = None
-
-
-class _RequestCollector:
-    """Receives httptools' callbacks for one request head."""
-
-    __slots__ = ("headers", "url")
+    __slots__ = ("headers", "lines")
 
     def __init__(self) -> None:
-        self.url = b""
+        self.lines: Headers = []
         self.headers: Headers = []
 
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
     def on_header(self, name: bytes, value: bytes) -> None:
+        value = value.strip(_BLANKS)
+        self.lines.append((name, value))
         self.headers.append((name.lower(), value))
 
 
-class _ResponseCollector:
-    """Receives httptools' callbacks for one response head."""
-
-    __slots__ = ("headers", "reason")
-
-    def __init__(self) -> None:
-        self.reason = b""
-        self.headers: Headers = []
-
-    def on_status(self, reason: bytes) -> None:
-        self.reason += reason
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
-
-
-def parse_request_head(raw: bytes, headers_max: int = 128) -> RequestHead:
-    """Parse a request's head, refusing whatever two servers could read in two ways.
+class RequestHeads:
+    """Parses request heads, and remembers them.
 
     Args:
-        raw: the head with its blank line, nothing after it.
-        headers_max: header lines allowed.
+        headers_max: header lines allowed in a head.
+    """
 
-    Raises:
-        HeadError: with the status to answer: 400, 431, 501 or 505.
+    def __init__(self, headers_max: int = 128) -> None:
+        self._headers_max = headers_max
+        self._known: dict[bytes, tuple[RequestHead, int]] = {}
+
+    def parse(self, raw: bytes) -> tuple[RequestHead, int]:
+        """Parse a head, refusing whatever two servers could read in two ways.
+
+        Args:
+            raw: the head with its blank line, nothing after it.
+
+        Returns:
+            The head and its Content-Length, 0 if it has none.
+
+        Raises:
+            HeadError: with the status to answer: 400, 417, 431, 501 or 505.
+        """
+        key, length = _part_length(raw)
+        found = self._known.get(key)
+        if found is None:
+            found = parse_request_head(raw, self._headers_max)
+            _remember(self._known, key, found)
+        return found if length is None else (found[0], length)
+
+
+class ResponseHeads:
+    """Parses response heads, and remembers them."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[ResponseHead, int | None]] = {}
+
+    def parse(self, raw: bytes) -> tuple[ResponseHead, int | None]:
+        """Parse an engine's response head.
+
+        Args:
+            raw: the head with its blank line, nothing after it.
+
+        Returns:
+            The head and its Content-Length, None if it has none.
+
+        Raises:
+            HeadError: whatever the engine sent, it cannot be passed on safely.
+        """
+        key, length = _part_length(raw)
+        found = self._known.get(key)
+        if found is None:
+            found = parse_response_head(raw)
+            _remember(self._known, key, found)
+        return found if length is None else (found[0], length)
+
+
+def _part_length(raw: bytes) -> tuple[bytes, int | None]:
+    """Return what a head is known by, and the length that was cut out of it.
+
+    A head that has no length in the usual spelling is known by all of its bytes, which cannot be
+    those of a head whose length was cut out, as those still have the empty place of the length;
+    one that has something else than a length there is not known by anything.
+    """
+    start = raw.find(b"\r\nContent-Length: ")
+    if start < 0:
+        start = raw.find(b"\r\ncontent-length: ")
+    if start < 0:
+        return raw, None
+    start += 18
+    stop = raw.index(b"\r\n", start)
+    digits = raw[start:stop]
+    if not digits.isdigit() or len(digits) > 18:
+        return b"", None
+    return raw[:start] + raw[stop:], int(digits)
+
+
+def _remember(known: dict[bytes, _T], key: bytes, found: _T) -> None:
+    """Remember what a head was parsed to, within bounds, if it is known by anything."""
+    if key and len(key) <= REMEMBERED_BYTES_MAX:
+        if len(known) >= REMEMBERED_MAX:
+            known.clear()  # Dearer ways of forgetting would cost every request something.
+        known[key] = found
+
+
+def parse_request_head(raw: bytes, headers_max: int = 128) -> tuple[RequestHead, int]:
+    """Parse a request's head from nothing; see `RequestHeads.parse`.
 
     Source: RFC 9112 §3 (request line), §6.3 (length), §11.2 (smuggling).
     """
-    seen = _RequestCollector()
-    parser = httptools.HttpRequestParser(seen)
+    seen = _Collector()
     try:
-        parser.feed_data(raw)
+        httptools.HttpRequestParser(seen).feed_data(raw)
     except httptools.HttpParserUpgrade:
         pass  # An offered upgrade is declined by going on in HTTP/1.1.
     except httptools.HttpParserError as error:
         raise HeadError(400, f"malformed request head: {error}") from None
-    method, target = parser.get_method(), seen.url
-    line = raw[: raw.index(b"\r\n")]
-    http11 = line.endswith(b"1")
-    if line != b"%b %b HTTP/1.%d" % (method, target, http11):
-        raise _bad_request_line(line)
+    method, target, version = _part_request_line(raw[: raw.index(b"\r\n")])
+    headers = seen.headers
+    if len(headers) > headers_max:
+        raise HeadError(431, f"more than {headers_max} header lines")
+    fields = _fields(headers)
+    http11 = version == b"HTTP/1.1"
+    if http11 and b"host" not in fields:
+        raise HeadError(400, "an HTTP/1.1 request needs one Host header")
+    chunked, length = _body(fields, http11, 501)
+    tokens = _connection_tokens(headers)
+    lines = _forwarded(seen.lines, tokens, _REWRITTEN_IN_REQUESTS)
+    head = RequestHead(
+        method=method,
+        target=target,
+        headers=[header for header in headers if header[0] != b"content-length"],
+        fields=fields,
+        forwarded=b"%b %b HTTP/1.1\r\n%b" % (method, target, lines),
+        http11=http11,
+        keep_alive=_keep_alive(tokens, http11),
+        chunked=chunked,
+        expect_continue=_expects_continue(fields, http11),
+    )
+    return head, length or 0
+
+
+def _part_request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return method, target and version of a request line that llhttp has let pass.
+
+    Raises:
+        HeadError: 400 or 505, for what it should not have let pass.
+    """
+    parts = line.split(b" ")
+    if len(parts) != 3 or parts[2] not in _VERSIONS:
+        if parts[-1].startswith(b"HTTP/") and parts[-1] not in _VERSIONS:
+            raise HeadError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here")
+        raise HeadError(400, "malformed request line: expected 'METHOD /path HTTP/1.1'")
+    method, target, version = parts
     if not target.startswith(b"/") and not (target == b"*" and method == b"OPTIONS"):
         raise HeadError(400, "the request target must be a path that starts with '/'")
     if b"#" in target:
         raise HeadError(400, "the request target must not carry a fragment")
-    if len(seen.headers) > headers_max:
-        raise HeadError(431, f"more than {headers_max} header lines")
-    head = RequestHead(method, target, seen.headers, http11)
-    _read_request_fields(head)
-    return head
+    return method, target, version
 
 
-def _bad_request_line(line: bytes) -> HeadError:
-    """Say what is wrong with a request line that llhttp let pass."""
-    version = line.rpartition(b" ")[2]
-    if version.startswith(b"HTTP/") and version not in (b"HTTP/1.0", b"HTTP/1.1"):
-        return HeadError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here")
-    return HeadError(400, "malformed request line: expected 'METHOD /path HTTP/1.1'")
-
-
-def _read_request_fields(head: RequestHead) -> None:
-    """Fill in what the headers say about framing and the connection.
+def _expects_continue(fields: dict[bytes, bytes], http11: bool) -> bool:
+    """Return whether the client may wait for `100 Continue`.
 
     Raises:
-        HeadError: 400 for a contradiction, 417 and 501 for what is not spoken here.
+        HeadError: 417 for any other expectation.
     """
-    fields = head.fields
-    if len(fields) != len(head.headers):
-        _refuse_repeats(head.headers, (b"host", b"content-length", b"transfer-encoding", b"expect"))
-    if head.http11 and b"host" not in fields:
-        raise HeadError(400, "an HTTP/1.1 request needs one Host header")
-    connection = fields.get(b"connection")
-    if connection is not None:
-        tokens = connection_tokens(head.headers)
-        head.keep_alive = b"close" not in tokens and (head.http11 or b"keep-alive" in tokens)
-    length = fields.get(b"content-length")
-    coding = fields.get(b"transfer-encoding")
-    if coding is not None:
-        if length is not None:
-            raise HeadError(400, "Content-Length and Transfer-Encoding contradict each other")
-        if not head.http11:
-            raise HeadError(400, "Transfer-Encoding does not exist in HTTP/1.0")
-        if coding.strip(b" \t").lower() != b"chunked":
-            raise HeadError(501, "the only transfer coding understood is 'chunked'")
-        head.chunked = True
-    elif length is not None:
-        head.content_length = _length(length)
     expect = fields.get(b"expect")
-    if expect is not None and head.http11:
-        if expect.strip(b" \t").lower() != b"100-continue":
-            raise HeadError(417, "the only expectation understood is '100-continue'")
-        head.expect_continue = head.chunked or head.content_length > 0
+    if expect is None or not http11:
+        return False
+    if expect.lower() != b"100-continue":
+        raise HeadError(417, "the only expectation understood is '100-continue'")
+    return True
 
 
-def parse_response_head(raw: bytes) -> ResponseHead:
-    """Parse an engine's response head.
-
-    Args:
-        raw: the head with its blank line, nothing after it.
-
-    Raises:
-        HeadError: whatever the engine sent, it cannot be passed on safely.
+def parse_response_head(raw: bytes) -> tuple[ResponseHead, int | None]:
+    """Parse an engine's response head from nothing; see `ResponseHeads.parse`.
 
     Source: RFC 9112 §4 (status line), §6.3 (length).
     """
-    seen = _ResponseCollector()
+    seen = _Collector()
     parser = httptools.HttpResponseParser(seen)
     try:
         parser.feed_data(raw)
@@ -243,72 +306,90 @@ def parse_response_head(raw: bytes) -> ResponseHead:
     http11 = raw.startswith(b"HTTP/1.1 ")
     if not http11 and not raw.startswith(b"HTTP/1.0 "):
         raise HeadError(502, "the engine does not speak HTTP/1.x")
-    head = ResponseHead(parser.get_status_code(), seen.reason, seen.headers)
-    _read_response_fields(head, http11)
-    return head
+    headers = seen.headers
+    fields = _fields(headers)
+    chunked, length = _body(fields, http11, 502)
+    tokens = _connection_tokens(headers)
+    lines = _forwarded(seen.lines, tokens, _REWRITTEN_IN_RESPONSES)
+    if b"x-accel-buffering" not in fields and _is_event_stream(fields):
+        lines += b"x-accel-buffering: no\r\n"
+    status = parser.get_status_code()
+    reason = raw[13 : raw.index(b"\r\n")]  # Perhaps empty; some leave out the space before it.
+    head = ResponseHead(
+        status=status,
+        headers=[header for header in headers if header[0] != b"content-length"],
+        fields=fields,
+        forwarded=b"HTTP/1.1 %d %b\r\n%b" % (status, reason, lines),
+        keep_alive=_keep_alive(tokens, http11),
+        chunked=chunked,
+    )
+    return head, length
 
 
-def _read_response_fields(head: ResponseHead, http11: bool) -> None:
-    """Fill in what the headers say about framing and the connection.
+def _is_event_stream(fields: dict[bytes, bytes]) -> bool:
+    """Whether a response is a stream of server-sent events, which nobody should buffer."""
+    return fields.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+
+
+def _fields(headers: Headers) -> dict[bytes, bytes]:
+    """Return headers by name.
 
     Raises:
-        HeadError: for a contradiction or an unknown coding.
+        HeadError: 400 for the repeat of a header that must be single.
     """
-    fields = head.fields
-    if len(fields) != len(head.headers):
-        _refuse_repeats(head.headers, (b"content-length", b"transfer-encoding"))
-    head.keep_alive = http11
-    if b"connection" in fields:
-        tokens = connection_tokens(head.headers)
-        head.keep_alive = b"close" not in tokens and (http11 or b"keep-alive" in tokens)
-    coding = fields.get(b"transfer-encoding")
-    length = fields.get(b"content-length")
-    if coding is not None:
-        if length is not None or not http11:
-            raise HeadError(502, "contradicting response lengths")
-        if coding.strip(b" \t").lower() != b"chunked":
-            raise HeadError(502, "unknown transfer coding in a response")
-        head.chunked = True
-    elif length is not None:
-        head.content_length = _length(length)
+    fields = dict(headers)
+    if len(fields) < len(headers):
+        names = [name for name, _ in headers]
+        for name in _SINGLE:
+            if names.count(name) > 1:
+                raise HeadError(400, f"repeated header: {name.decode()}")
+    return fields
 
 
-def connection_tokens(headers: Headers) -> set[bytes]:
-    """Return what all Connection lines name, in lower case: options, and hop-by-hop headers."""
+def _body(fields: dict[bytes, bytes], http11: bool, unknown: int) -> tuple[bool, int | None]:
+    """Return whether a body is chunked, and its Content-Length, None if it has none.
+
+    Args:
+        fields: the message's headers; the length is taken out of them.
+        http11: its version.
+        unknown: the status to refuse other transfer codings with.
+
+    Raises:
+        HeadError: for a contradiction or what is not spoken here.
+    """
+    coding, digits = fields.get(b"transfer-encoding"), fields.pop(b"content-length", None)
+    if coding is None:
+        if digits is None:
+            return False, None
+        if not digits.isdigit() or len(digits) > 18:
+            raise HeadError(400, "Content-Length must be a plain decimal number")
+        return False, int(digits)
+    if digits is not None:
+        raise HeadError(400, "Content-Length and Transfer-Encoding contradict each other")
+    if not http11:
+        raise HeadError(400, "Transfer-Encoding does not exist in HTTP/1.0")
+    if coding.lower() != b"chunked":
+        raise HeadError(unknown, "the only transfer coding understood is 'chunked'")
+    return True, None
+
+
+def _connection_tokens(headers: Headers) -> set[bytes]:
+    """Return what all Connection lines name, in lower case: options, and headers that end here."""
     return {
-        token.strip(b" \t").lower()
+        token.strip(_BLANKS).lower()
         for name, value in headers
         if name == b"connection"
         for token in value.split(b",")
     }
 
 
-def hop_by_hop(head: RequestHead | ResponseHead) -> frozenset[bytes] | set[bytes]:
-    """Return the names that end at this hop: the fixed ones and those Connection nominates."""
-    if b"connection" not in head.fields:
-        return HOP_BY_HOP
-    return HOP_BY_HOP | connection_tokens(head.headers)
+def _keep_alive(tokens: set[bytes], http11: bool) -> bool:
+    """Whether a connection stays open after a message with these Connection tokens."""
+    return b"close" not in tokens and (http11 or b"keep-alive" in tokens)
 
 
-def _refuse_repeats(headers: Headers, names: tuple[bytes, ...]) -> None:
-    """Refuse a second line of a header that must be single.
-
-    Raises:
-        HeadError: 400, naming the header.
-    """
-    present = [name for name, _ in headers]
-    for name in names:
-        if present.count(name) > 1:
-            raise HeadError(400, f"repeated header: {name.decode()}")
-
-
-def _length(value: bytes) -> int:
-    """Parse a Content-Length: digits only, and no more of them than any real body needs.
-
-    Raises:
-        HeadError: 400 otherwise.
-    """
-    digits = value.strip(b" \t")
-    if not digits.isdigit() or len(digits) > 18:
-        raise HeadError(400, "Content-Length must be a plain decimal number")
-    return int(digits)
+def _forwarded(lines: Headers, tokens: set[bytes], rewritten: frozenset[bytes]) -> bytes:
+    """Return the header lines for the next hop, each with its line end."""
+    dropped = tokens | _HOP_BY_HOP | rewritten
+    kept = (line for line in lines if line[0].lower() not in dropped)
+    return b"".join(b"%b: %b\r\n" % line for line in kept)

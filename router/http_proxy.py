@@ -32,14 +32,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol
 
 from router.http_chunks import ChunkScanner
-from router.http_exchange import connection_line, status_line
-from router.http_head import HOP_BY_HOP, ResponseHead, hop_by_hop
+from router.http_exchange import connection_line
 from router.upstream_connection import ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from router.http_exchange import Exchange
+    from router.http_head import ResponseHead
     from router.upstream import UpstreamCall, UpstreamPool
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,9 @@ RETRY_AFTER_S: Final = 1.0
 # The last reads of a body are kept as they are and cut to the tail once in so many bytes.
 _TRIM_EVERY_BYTES: Final = 2 * TAIL_BYTES_MAX
 
-# Written anew for what is really sent: the framing, and what the pool and the server add.
-_REQUEST_DROPS: Final = frozenset({b"host", b"content-length", b"expect", b"x-request-id"})
-_RESPONSE_DROPS: Final = frozenset({b"content-length", b"x-accel-buffering"})
-_HOP_AND_REQUEST_DROPS: Final = HOP_BY_HOP | _REQUEST_DROPS
-_HOP_AND_RESPONSE_DROPS: Final = HOP_BY_HOP | _RESPONSE_DROPS
-
+# Begins with a literal, which `re` searches for some ten times faster than for a choice.
 _METHODS_WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
-# Begins with a literal, which `re` searches for some ten times faster than for a choice.
 _CHUNK_BREAK: Final = re.compile(rb"\r\n[0-9A-Fa-f]{1,15}(?:;[^\r\n]*)?\r\n")
 
 
@@ -123,7 +117,7 @@ class Observer(Protocol):
         Args:
             outcome: how it ended.
             status: what the client was answered with; 0 if nothing reached it.
-            body_bytes: body bytes passed on, framing included.
+            body_bytes: body bytes from the engine, framing included.
             now_s: when.
             usage_tail: the body's last bytes, at most `TAIL_BYTES_MAX`, chunk framing removed.
         """
@@ -149,7 +143,7 @@ class Forwarder:
     ) -> None:
         self.pool = pool
         self.retries_max = retries_max
-        self.dropped_headers = dropped_headers
+        self._dropped_headers = dropped_headers
         self.clock = clock
 
     def forward(
@@ -177,84 +171,88 @@ class Forwarder:
             response_lines: header lines to add for the client, the same.
             first_byte_s: in place of the pool's limit.
         """
-        forward = _Forward(self, exchange, next_upstream, observer)
-        forward.body = exchange.body if body is None else body
-        forward.head = self._request_head(exchange, len(forward.body), request_lines)
-        forward.response_lines = response_lines
-        forward.first_byte_s = first_byte_s
-        forward.begin(key)
+        if body is None:
+            body = exchange.body
+        head = self._request_head(exchange, body, request_lines)
+        _Forward(
+            self, exchange, head, body, next_upstream, observer, response_lines, first_byte_s
+        ).begin(key)
 
-    def _request_head(self, exchange: Exchange, body_bytes: int, lines: bytes) -> bytes:
-        """Return the request line and header lines for the engine, Host left to the pool."""
+    def _request_head(self, exchange: Exchange, body: bytes, lines: bytes) -> bytes:
+        """Return the request line and header lines for the engine, each with its line end."""
         head = exchange.head
-        drops: frozenset[bytes] | set[bytes] = _HOP_AND_REQUEST_DROPS
-        if b"connection" in head.fields or self.dropped_headers:
-            drops = hop_by_hop(head) | _REQUEST_DROPS | self.dropped_headers
-        parts = [b"%b %b HTTP/1.1\r\n" % (head.method, head.target)]
-        parts += [b"%b: %b\r\n" % line for line in head.headers if line[0] not in drops]
-        if body_bytes or head.method in _METHODS_WITH_BODY:
-            parts.append(b"content-length: %d\r\n" % body_bytes)
-        parts.append(b"x-request-id: %b\r\n%b" % (exchange.request_id, lines))
-        return b"".join(parts)
+        forwarded = head.forwarded
+        if not self._dropped_headers.isdisjoint(head.fields):
+            forwarded = _without(forwarded, self._dropped_headers)
+        if body or head.method in _METHODS_WITH_BODY:
+            lines += b"content-length: %d\r\n" % len(body)
+        return b"%bx-request-id: %b\r\n%b" % (forwarded, exchange.request_id, lines)
+
+
+def _without(forwarded: bytes, names: frozenset[bytes]) -> bytes:
+    """Return the start of a head without the lines that have these names, in lower case."""
+    lines = forwarded.splitlines(keepends=True)
+    return b"".join(line for line in lines if line.partition(b":")[0].lower() not in names)
 
 
 class _Forward:
-    """One exchange on its way: the sink of its calls, the flow of its exchange.
-
-    Attributes:
-        head, body: the request for the engine.
-        response_lines: header lines to add for the client.
-        first_byte_s: in place of the pool's limit.
-    """
+    """One exchange on its way: the sink of its calls, the flow of its exchange."""
 
     __slots__ = (
         "_attempt",
+        "_body",
         "_body_bytes",
         "_call",
         "_ended",
         "_exchange",
+        "_first_byte_s",
         "_forwarder",
         "_framed",
+        "_head",
         "_key",
         "_last",
         "_next_upstream",
         "_observer",
         "_response",
+        "_response_lines",
         "_scanner",
         "_started",
         "_trim_at_bytes",
-        "body",
-        "first_byte_s",
-        "head",
-        "response_lines",
+        "_write",
     )
+
+    _key: Hashable
+    _scanner: ChunkScanner  # when chunks must be taken apart
+    _write: Callable[[bytes], None]
 
     def __init__(
         self,
         forwarder: Forwarder,
         exchange: Exchange,
+        head: bytes,
+        body: bytes,
         next_upstream: Callable[[int, Outcome], Hashable | None],
         observer: Observer,
+        response_lines: bytes,
+        first_byte_s: float | None,
     ) -> None:
         self._forwarder = forwarder
         self._exchange = exchange
+        self._head = head
+        self._body = body
         self._next_upstream = next_upstream
         self._observer = observer
-        self._key: Hashable = None
+        self._response_lines = response_lines
+        self._first_byte_s = first_byte_s
         self._call: UpstreamCall | None = None
         self._attempt = 0
         self._response: ResponseHead | None = None
-        self._scanner: ChunkScanner | None = None  # when chunks must be taken apart
         self._started = False
         self._framed = True
         self._ended = False
         self._body_bytes = 0
         self._last: list[bytes] = []
         self._trim_at_bytes = _TRIM_EVERY_BYTES
-        self.head = b""
-        self.body = b""
-        self.response_lines = b""
-        self.first_byte_s: float | None = None
 
     def begin(self, key: Hashable) -> None:
         """Send the request to its first instance, unless the client has left."""
@@ -287,27 +285,20 @@ class _Forward:
     def on_response_head(self, head: ResponseHead) -> None:
         """Hold the head until the first byte; try elsewhere if it tells of a failure."""
         self._response = head
-        if head.status >= 500 and self._retry(Outcome.STATUS_5XX):
-            return
-        if head.chunked and not self._exchange.head.http11:
-            self._scanner = ChunkScanner()
+        if head.status >= 500:
+            self._retry(Outcome.STATUS_5XX)
 
     def on_data(self, data: bytes) -> None:
         """Pass bytes of the body on to the client."""
-        if self._scanner is not None:
-            content: list[bytes] = []
-            self._scanner.feed(data, content)
-            data = b"".join(content)
-        self._body_bytes += len(data)
-        self._last.append(data)
-        if self._body_bytes > self._trim_at_bytes:
-            self._last = [self._tail()]
-            self._trim_at_bytes = self._body_bytes + _TRIM_EVERY_BYTES
-        if self._started:
-            self._exchange.write(data)
-        else:
+        if not self._started:
             self._start(data)
             self._tell(self._observer.on_first_byte, self._forwarder.clock())
+            return
+        self._last.append(data)
+        self._body_bytes = body_bytes = self._body_bytes + len(data)
+        if body_bytes > self._trim_at_bytes:
+            self._trim()
+        self._write(data)
 
     def on_end(self) -> None:
         """Complete the client's answer."""
@@ -337,11 +328,11 @@ class _Forward:
         self._response = None
         self._call = self._forwarder.pool.send(
             key,
-            self.head,
-            self.body,
+            self._head,
+            self._body,
             self,
             bodiless=self._exchange.head.method == b"HEAD",
-            first_byte_s=self.first_byte_s,
+            first_byte_s=self._first_byte_s,
         )
 
     def _retry(self, reason: Outcome) -> bool:
@@ -358,30 +349,34 @@ class _Forward:
             return False
         if self._call is not None:
             self._call.cancel()
-        self._end_attempt(reason)
+        self._end_attempt(reason, self._forwarder.clock())
         self._send(key)
         return True
 
-    def _end_attempt(self, outcome: Outcome) -> None:
+    def _end_attempt(self, outcome: Outcome, now_s: float) -> None:
         """Report the present attempt's end."""
         status = self._response.status if self._response is not None else 0
-        now_s = self._forwarder.clock()
         self._tell(self._observer.on_attempt_end, self._key, outcome, status, now_s)
 
-    def _end(self, outcome: Outcome, status: int | None = None) -> None:
-        """Report the end of the request and of its last attempt; once."""
+    def _end(self, outcome: Outcome, status: int = 0) -> None:
+        """Report the end of the request and of its last attempt; once.
+
+        Args:
+            outcome: how it ended.
+            status: of our own answer, if the client gets that.
+        """
         if self._ended:
             return
         self._ended = True
         self._call = None
-        self._end_attempt(outcome)
-        response = self._response
-        if status is None:
-            status = response.status if response is not None and self._started else 0
-        tail = self._tail()
-        if response is not None and response.chunked and self._scanner is None:
-            tail = _CHUNK_BREAK.sub(b"", b"\r\n" + tail)
         now_s = self._forwarder.clock()
+        self._end_attempt(outcome, now_s)
+        response, tail = self._response, b""
+        if self._started and response is not None:
+            status = response.status
+            tail = b"".join(self._last)[-TAIL_BYTES_MAX:]
+            if response.chunked:
+                tail = _CHUNK_BREAK.sub(b"", b"\r\n" + tail)
         self._tell(self._observer.on_end, outcome, status, self._body_bytes, now_s, tail)
 
     def _tell(self, method: Callable[..., None], *args: object) -> None:
@@ -391,39 +386,53 @@ class _Forward:
         except Exception:
             logger.exception("the observer of a request failed")
 
-    def _tail(self) -> bytes:
-        """Return the last of the body."""
-        return b"".join(self._last)[-TAIL_BYTES_MAX:]
-
     # The client's answer.
 
     def _start(self, data: bytes) -> None:
         """Send the held head, and the first of the body with it."""
+        response, exchange = self._response, self._exchange
+        assert response is not None
         self._started = True
-        assert self._response is not None
-        self._exchange.start(self._response_head(self._response) + data)
+        self._last.append(data)
+        self._body_bytes = len(data)
+        head = self._response_head(response)
+        if response.chunked and not exchange.head.http11:
+            self._scanner = ChunkScanner()
+            self._write = self._write_content
+            exchange.start(head)
+            self._write(data)
+        else:
+            exchange.start(head + data)
+            self._write = exchange.write
+
+    def _write_content(self, data: bytes) -> None:
+        """Send the content of chunks to a client that knows no chunks."""
+        content: list[bytes] = []
+        self._scanner.feed(data, content)
+        self._exchange.write(b"".join(content))
+
+    def _trim(self) -> None:
+        """Keep no more of the body than its tail."""
+        self._last = [b"".join(self._last)[-TAIL_BYTES_MAX:]]
+        self._trim_at_bytes = self._body_bytes + _TRIM_EVERY_BYTES
 
     def _response_head(self, response: ResponseHead) -> bytes:
         """Return the head for the client: the engine's, but for what ends at this hop."""
-        exchange, fields = self._exchange, response.fields
+        exchange, lines = self._exchange, self._response_lines
         http11 = exchange.head.http11
-        bodiless = exchange.head.method == b"HEAD" or response.status in (204, 304)
-        drops: frozenset[bytes] | set[bytes] = _HOP_AND_RESPONSE_DROPS
-        if b"connection" in fields:
-            drops = hop_by_hop(response) | _RESPONSE_DROPS
-        parts = [status_line(response.status, response.reason)]
-        parts += [b"%b: %b\r\n" % line for line in response.headers if line[0] not in drops]
-        if response.content_length is not None:
+        length = self._call.length if self._call is not None else None
+        if length is not None:
             if response.status != 204:
-                parts.append(b"content-length: %d\r\n" % response.content_length)
+                lines += b"content-length: %d\r\n" % length
         elif response.chunked and http11:
-            parts.append(b"transfer-encoding: chunked\r\n")
+            lines += b"transfer-encoding: chunked\r\n"
         else:
+            bodiless = exchange.head.method == b"HEAD" or response.status in (204, 304)
             self._framed = bodiless
-        if fields.get(b"content-type", b"").startswith(b"text/event-stream"):
-            parts.append(b"x-accel-buffering: no\r\n")
-        if b"x-request-id" not in fields:
-            parts.append(b"x-request-id: %b\r\n" % exchange.request_id)
-        keep_alive = exchange.keep_alive and self._framed
-        parts += (self.response_lines, connection_line(http11, keep_alive), b"\r\n")
-        return b"".join(parts)
+        if b"x-request-id" not in response.fields:
+            lines += b"x-request-id: %b\r\n" % exchange.request_id
+        return b"%b%b%b\r\n" % (
+            response.forwarded,
+            lines,
+            connection_line(http11, exchange.keep_alive and self._framed),
+        )

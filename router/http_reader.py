@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from router.http_chunks import ChunkError, ChunkScanner
-from router.http_head import HeadError, RequestHead, parse_request_head
+from router.http_head import HeadError, RequestHead, RequestHeads
 
 if TYPE_CHECKING:
     from router.limits import ServerLimits
@@ -39,17 +39,23 @@ _IDLE, _HEAD, _BODY = Awaiting
 class RequestReader:
     """Cuts one connection's bytes into requests.
 
+    Args:
+        limits: see `router.limits`.
+        heads: parses heads; shared by all connections, so that it knows most of them already.
+
     Attributes:
         awaiting: what of the next request is missing; see the module's theory of operation.
         body_bytes: how much of the unfinished body is kept, framing removed.
     """
 
-    __slots__ = ("_body", "_head", "_held", "_limits", "_scanner", "awaiting")
+    __slots__ = ("_body", "_head", "_heads", "_held", "_length", "_limits", "_scanner", "awaiting")
 
-    def __init__(self, limits: ServerLimits) -> None:
+    def __init__(self, limits: ServerLimits, heads: RequestHeads) -> None:
         self._limits = limits
+        self._heads = heads
         self._held = b""
         self._head: RequestHead | None = None
+        self._length = 0
         self._body = bytearray()
         self._scanner: ChunkScanner | None = None
         self.awaiting = _IDLE
@@ -87,56 +93,53 @@ class RequestReader:
             HeadError: what was fed is not a request that may be served; `status` says why.
         """
         head = self._head
-        if head is None:
-            if not self._held:
-                return None
-            head = self._next_head()
-            if head is None:
-                return None
-            if not head.chunked and not head.content_length:
-                return head, b""
-            self._begin_body(head)
-        body = self._rest_of_body(head)
+        if head is not None:
+            return self._finish(head)
+        stop = self._end_of_head() if self._held else 0
+        if not stop:
+            return None
+        held = self._held
+        head, length = self._heads.parse(held[:stop])
+        if length > self._limits.body_bytes_max:
+            raise self._too_large()
+        end = stop + length
+        if not head.chunked and len(held) >= end:  # As nearly always: all in one read.
+            self._held = held[end:]
+            self.awaiting = _IDLE
+            return head, held[stop:end]
+        self._held = held[stop:]
+        self._head, self._length = head, length
+        self._scanner = ChunkScanner() if head.chunked else None
+        self.awaiting = _BODY
+        return self._finish(head)
+
+    def _end_of_head(self) -> int:
+        """Return where the held bytes' first head ends, or 0 if it is not whole.
+
+        Raises:
+            HeadError: it is too long.
+        """
+        held, header_bytes_max = self._held, self._limits.header_bytes_max
+        if held.startswith(b"\r\n"):
+            held = self._held = held[2:]  # RFC 9112 §2.2: an empty line before it is forgiven.
+        stop = held.find(b"\r\n\r\n", 0, header_bytes_max)
+        if stop >= 0:
+            return stop + 4
+        if len(held) >= header_bytes_max:
+            raise HeadError(431, f"a request's head is limited to {header_bytes_max} B")
+        self.awaiting = _HEAD if held else _IDLE
+        return 0
+
+    def _finish(self, head: RequestHead) -> tuple[RequestHead, bytes] | None:
+        """Return the request whose head has been read, if its body is whole by now."""
+        body = self._rest_of_body()
         if body is None:
             return None
         self._head = None
         self.awaiting = _IDLE
         return head, body
 
-    def _next_head(self) -> RequestHead | None:
-        """Cut the next head off the held bytes, or return None if it is not whole.
-
-        Raises:
-            HeadError: it is too long, or not one that may be served.
-        """
-        held, limits = self._held, self._limits
-        if held.startswith(b"\r\n"):
-            held = held[2:]  # RFC 9112 §2.2: an empty line before a request is forgiven.
-        stop = held.find(b"\r\n\r\n", 0, limits.header_bytes_max) + 4
-        if stop < 4:
-            if len(held) >= limits.header_bytes_max:
-                raise HeadError(431, f"a request's head is limited to {limits.header_bytes_max} B")
-            self._held = held
-            self.awaiting = _HEAD if held else _IDLE
-            return None
-        head = parse_request_head(held[:stop], limits.headers_max)
-        self._held = held[stop:]
-        self.awaiting = _IDLE
-        return head
-
-    def _begin_body(self, head: RequestHead) -> None:
-        """Turn to the body that `head` announces.
-
-        Raises:
-            HeadError: it announces more than a body may have.
-        """
-        if head.content_length > self._limits.body_bytes_max:
-            raise self._too_large()
-        self._head = head
-        self._scanner = ChunkScanner() if head.chunked else None
-        self.awaiting = _BODY
-
-    def _rest_of_body(self, head: RequestHead) -> bytes | None:
+    def _rest_of_body(self) -> bytes | None:
         """Move held bytes into the body; return it once it is whole.
 
         Raises:
@@ -145,7 +148,7 @@ class RequestReader:
         if self._scanner is not None:
             return self._rest_of_chunks(self._scanner)
         held = self._held
-        missing = head.content_length - len(self._body)
+        missing = self._length - len(self._body)
         if len(held) < missing:
             self._body += held
             self._held = b""

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from router.http_connection import ClientConnection
 from router.http_exchange import State
+from router.http_head import RequestHeads
 from router.limits import ServerLimits
 from router.port_handover import HANDSHAKE_S, ignore_handshakes
 
@@ -89,7 +90,9 @@ class HttpServer:
     Attributes:
         limits: see `router.limits`.
         stats: see `ServerStats`.
+        heads: parses request heads for all connections.
         now_s: the clock as of the last tick; what deadlines are set from.
+        idle_deadline_s: until when a connection that turns idle now is kept.
         draining: whether `stop` has been called.
         buffered_bytes: request bodies held at present.
     """
@@ -102,7 +105,9 @@ class HttpServer:
     ) -> None:
         self.limits = limits or ServerLimits()
         self.stats = ServerStats()
+        self.heads = RequestHeads(self.limits.headers_max)
         self.now_s = clock()
+        self.idle_deadline_s = self.now_s + self.limits.idle_time_s
         self.draining = False
         self.buffered_bytes = 0
         self._handler = handler
@@ -238,6 +243,7 @@ class HttpServer:
         self._tick_handle = self._loop.call_later(self.limits.tick_s, self._tick)
         due_s = self.now_s + self.limits.tick_s
         now_s = self.now_s = self._clock()
+        self.idle_deadline_s = now_s + self.limits.idle_time_s
         self.stats.loop_lag_s = max(0.0, now_s - due_s)
         overdue = [c for c in self._connections if c.deadline_s <= now_s]
         for connection in overdue:

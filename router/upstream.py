@@ -36,6 +36,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
+from router.http_head import ResponseHeads
 from router.limits import UpstreamLimits
 from router.upstream_connection import ErrorKind, UpstreamConnection
 
@@ -69,21 +70,25 @@ class Instance:
 
     Attributes:
         host, port, tls: where it listens.
-        header_lines: sent with every request to it, after the caller's own lines.
+        head_end: what every request's head to it ends with: Host, its own lines, the blank line.
         connections_open: connections to it, those being opened included.
         gone: it has been removed or replaced; its connections end with their calls.
     """
 
-    __slots__ = ("_idle", "connections_open", "gone", "header_lines", "host", "port", "tls")
+    __slots__ = ("_idle", "connections_open", "gone", "head_end", "host", "port", "tls")
 
     def __init__(
-        self, host: str, port: int, tls: ssl.SSLContext | None, header_lines: bytes
+        self,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        header_lines: bytes = b"",
     ) -> None:
         self.host = host
         self.port = port
         self.tls = tls
         authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.header_lines = b"host: %b\r\n%b" % (authority.encode(), header_lines)
+        self.head_end = b"host: %b\r\n%b\r\n" % (authority.encode(), header_lines)
         self.connections_open = 0
         self.gone = False
         self._idle: dict[UpstreamConnection, None] = {}  # least recently used first
@@ -137,6 +142,7 @@ class UpstreamCall:
         deadline_s: when the present wait ends, on the pool's clock.
         begun: body bytes have come (noticed by the tick; see `UpstreamConnection.heard`).
         paused: the caller does not want data for now.
+        length: the answer's Content-Length, None if it has none; known with its head.
         ended: nothing more will be told.
         connection: what carries it, once there is one.
     """
@@ -152,23 +158,32 @@ class UpstreamCall:
         "first_byte_s",
         "head",
         "instance",
+        "length",
         "paused",
         "sink",
     )
 
     def __init__(
-        self, pool: UpstreamPool, instance: Instance, head: bytes, body: bytes, sink: Sink
+        self,
+        pool: UpstreamPool,
+        instance: Instance,
+        head: bytes,
+        body: bytes,
+        sink: Sink,
+        bodiless: bool,
+        first_byte_s: float,
     ) -> None:
         self._pool = pool
         self.instance = instance
         self.head = head
         self.body = body
         self.sink = sink
-        self.bodiless = False
-        self.first_byte_s = 0.0
+        self.bodiless = bodiless
+        self.first_byte_s = first_byte_s
         self.deadline_s = 0.0
         self.begun = False
         self.paused = False
+        self.length: int | None = None
         self.ended = False
         self.connection: UpstreamConnection | None = None
 
@@ -199,7 +214,8 @@ class UpstreamPool:
     Attributes:
         limits: see `router.limits`.
         now_s: the clock as of the last tick; what deadlines are set from.
-        counts: how often things happened: `calls`, `connects`, `resends`, and each `ErrorKind`.
+        heads: parses response heads for all connections.
+        counts: how often things happened: `connects`, `resends`, and each `ErrorKind`.
     """
 
     def __init__(
@@ -209,6 +225,7 @@ class UpstreamPool:
     ) -> None:
         self.limits = limits or UpstreamLimits()
         self.now_s = clock()
+        self.heads = ResponseHeads()
         self.counts: Counter[str] = Counter()
         self._clock = clock
         self._instances: dict[Hashable, Instance] = {}
@@ -242,7 +259,8 @@ class UpstreamPool:
             header_lines: complete lines (`name: value\r\n`) for every request to this instance.
         """
         self.remove(key)
-        instance = self._instances[key] = Instance(host, port, tls, header_lines)
+        instance = Instance(host, port, tls, header_lines)
+        self._instances[key] = instance
         return instance
 
     def remove(self, key: Hashable) -> None:
@@ -278,13 +296,12 @@ class UpstreamPool:
         """
         instance = self._instances.get(key)
         if instance is None:  # Removed since it was chosen.
-            instance = Instance("", 0, None, b"")
+            instance = Instance("", 0)
             instance.gone = True
-        head = b"%b%b\r\n" % (head, instance.header_lines)
-        call = UpstreamCall(self, instance, head, body, sink)
-        call.bodiless = bodiless
-        call.first_byte_s = self.limits.first_byte_s if first_byte_s is None else first_byte_s
-        self.counts["calls"] += 1
+        if first_byte_s is None:
+            first_byte_s = self.limits.first_byte_s
+        head += instance.head_end
+        call = UpstreamCall(self, instance, head, body, sink, bodiless, first_byte_s)
         self._calls.add(call)
         connection = instance.take(self.now_s - self.limits.idle_time_s)
         if connection is None:

@@ -24,9 +24,11 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Final
 
 from router.http_chunks import ChunkError, ChunkScanner
-from router.http_head import HeadError, ResponseHead, parse_response_head
+from router.http_head import HeadError, ResponseHead
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from router.upstream import Instance, UpstreamCall, UpstreamPool
 
 # Below this a body is copied behind its head, to be sent by one cheap write.
@@ -78,9 +80,10 @@ class UpstreamConnection(asyncio.Protocol):
         "_instance",
         "_keep_alive",
         "_left",
+        "_on_data",
         "_pool",
         "_reused",
-        "_scanner",
+        "_scan",
         "_transport",
         "heard",
         "idle_since_s",
@@ -88,7 +91,8 @@ class UpstreamConnection(asyncio.Protocol):
     )
 
     _transport: asyncio.Transport
-    _scanner: ChunkScanner
+    _scan: Callable[[bytes], int]  # the present body's scanner
+    _on_data: Callable[[bytes], None]  # the present call's sink
 
     def __init__(self, pool: UpstreamPool, instance: Instance) -> None:
         self._pool = pool
@@ -111,36 +115,33 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass on what the engine sent, and notice where its answer ends."""
-        call = self._call
         state = self.state
-        if call is None:
-            self.close()  # Unasked for; the stream can no longer be trusted.
-            return
-        if state is _HEAD:
-            self._read_head(call, self._held + data if self._held else data)
-            return
-        self.heard = True
         if state is _CHUNKED:
+            self.heard = True
             try:
-                stop = self._scanner.feed(data)
+                stop = self._scan(data)
             except ChunkError:
-                self._fail(call, ErrorKind.BAD_RESPONSE)
+                self._fail(ErrorKind.BAD_RESPONSE)
                 return
             if stop < 0:
-                call.sink.on_data(data)
-                return
+                self._on_data(data)
+            else:
+                self._last_data(data, stop)
+        elif state is _HEAD:
+            self._read_head(self._held + data if self._held else data)
         elif state is _LENGTH:
+            self.heard = True
             stop = self._left
             self._left = stop - len(data)
             if self._left > 0:
-                call.sink.on_data(data)
-                return
+                self._on_data(data)
+            else:
+                self._last_data(data, stop)
+        elif state is _UNTIL_EOF:
+            self.heard = True
+            self._on_data(data)
         else:
-            call.sink.on_data(data)
-            return
-        surplus = len(data) > stop
-        call.sink.on_data(data[:stop] if surplus else data)
-        self._complete(call, surplus)
+            self.close()  # Unasked for; the stream can no longer be trusted.
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the call, if there is one, what the end of the connection means to it."""
@@ -204,20 +205,22 @@ class UpstreamConnection(asyncio.Protocol):
 
     # The parts of an answer.
 
-    def _read_head(self, call: UpstreamCall, data: bytes) -> None:
+    def _read_head(self, data: bytes) -> None:
         """Read interim heads and the final one, and turn to the body."""
+        call = self._call
+        assert call is not None
         while True:
             stop = data.find(b"\r\n\r\n") + 4
             if stop < 4:
                 plausible = data.startswith(_RESPONSE_START[: len(data)])
                 if not plausible or len(data) > self._pool.limits.head_bytes_max:
-                    self._fail(call, ErrorKind.BAD_RESPONSE)
+                    self._fail(ErrorKind.BAD_RESPONSE)
                 self._held = data
                 return
             try:
-                head = parse_response_head(data[:stop])
+                head, call.length = self._pool.heads.parse(data[:stop])
             except HeadError:
-                self._fail(call, ErrorKind.BAD_RESPONSE)
+                self._fail(ErrorKind.BAD_RESPONSE)
                 return
             data = data[stop:]
             if head.status >= 200:
@@ -235,19 +238,27 @@ class UpstreamConnection(asyncio.Protocol):
     def _expect_body(self, call: UpstreamCall, head: ResponseHead) -> None:
         """Set the state that fits the body which `head` announces (RFC 9112 §6.3)."""
         self._keep_alive = head.keep_alive
+        self._on_data = call.sink.on_data
         if call.bodiless or head.status in _BODILESS:
             self.state, self._left = _LENGTH, 0
         elif head.chunked:
-            self.state, self._scanner = _CHUNKED, ChunkScanner()
-        elif head.content_length is not None:
-            self.state, self._left = _LENGTH, head.content_length
+            self.state, self._scan = _CHUNKED, ChunkScanner().feed
+        elif call.length is not None:
+            self.state, self._left = _LENGTH, call.length
         else:
             self.state = _UNTIL_EOF
 
+    def _last_data(self, data: bytes, stop: int) -> None:
+        """Pass on the body's last bytes, and end the call unless its sink just did."""
+        call = self._call
+        assert call is not None
+        surplus = len(data) > stop
+        self._on_data(data[:stop] if surplus else data)
+        if self._call is call:
+            self._complete(call, surplus)
+
     def _complete(self, call: UpstreamCall, surplus: bool) -> None:
-        """End the call, unless its sink just did, and keep the connection if that is safe."""
-        if self._call is not call:
-            return
+        """End the call, and keep the connection if that is safe."""
         self._detach()
         transport = self._transport
         if self._keep_alive and not surplus and not transport.get_write_buffer_size():
@@ -259,8 +270,10 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
         self._pool.ended(call)
 
-    def _fail(self, call: UpstreamCall, kind: ErrorKind) -> None:
+    def _fail(self, kind: ErrorKind) -> None:
         """Close, and end the call with an error."""
+        call = self._call
+        assert call is not None
         self.drop()
         self._pool.failed(call, kind)
 

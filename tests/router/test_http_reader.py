@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http_head import HeadError
+from router.http_head import HeadError, RequestHeads
 from router.http_reader import Awaiting, RequestReader
 from router.limits import ServerLimits
 
@@ -49,7 +49,7 @@ def test_requests_are_the_same_in_any_split(
     """However a connection's bytes are cut, the same requests come out, in order."""
     raw = b"".join(each[0] for each in sent)
     edges = sorted({0, len(raw), *(cut % (len(raw) + 1) for cut in cuts)})
-    reader = RequestReader(LIMITS)
+    reader = RequestReader(LIMITS, RequestHeads())
     found = []
     for start, stop in pairwise(edges):
         reader.feed(raw[start:stop])
@@ -60,7 +60,7 @@ def test_requests_are_the_same_in_any_split(
 
 def test_what_is_missing_is_known() -> None:
     """The reader tells idle from an unfinished head from an unfinished body."""
-    reader = RequestReader(LIMITS)
+    reader = RequestReader(LIMITS, RequestHeads())
     for data, awaiting in (
         (b"\r\n", Awaiting.IDLE),
         (b"POST / HTTP/1.1\r\nHost: t\r\n", Awaiting.HEAD),
@@ -80,7 +80,7 @@ def test_what_is_missing_is_known() -> None:
 
 def read_in_steps(raw: bytes, step: int) -> list[tuple[bytes, bytes]] | int:
     """Feed `raw` in steps; return the requests that came out, or the status of the refusal."""
-    reader = RequestReader(LIMITS)
+    reader = RequestReader(LIMITS, RequestHeads())
     found = []
     try:
         for start in range(0, len(raw), step):
@@ -134,7 +134,7 @@ def test_body_limit(raw: bytes, good: bool, step: int) -> None:
 
 def test_malformed_chunks_are_a_bad_request() -> None:
     """Chunk framing that cannot be trusted is answered with 400."""
-    reader = RequestReader(LIMITS)
+    reader = RequestReader(LIMITS, RequestHeads())
     reader.feed(chunked([3]) + b"zz\r\n")
     with pytest.raises(HeadError) as caught:
         reader.next()
@@ -143,7 +143,7 @@ def test_malformed_chunks_are_a_bad_request() -> None:
 
 def test_cleared_reader_holds_nothing() -> None:
     """After `clear` neither bytes nor a half-read body are kept."""
-    reader = RequestReader(LIMITS)
+    reader = RequestReader(LIMITS, RequestHeads())
     reader.feed(with_length(50)[:-10])
     assert reader.next() is None
     reader.clear()
