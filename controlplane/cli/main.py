@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from controlplane.cli import bus_command, errors, lab_command, operator_commands
+from controlplane.cli import audit_command, bus_command, errors, lab_command, operator_commands
 from controlplane.cli.detector_command import detector
 from controlplane.cli.doctor_command import doctor
 from controlplane.cli.router_command import router
@@ -48,6 +48,7 @@ app.command()(operator_commands.instances)
 app.command()(operator_commands.drain)
 app.add_typer(operator_commands.blacklist_app, name="blacklist")
 app.add_typer(operator_commands.policy_app, name="policy")
+app.add_typer(audit_command.app, name="audit")
 app.add_typer(bus_command.app, name="bus")
 app.add_typer(lab_command.app, name="lab")
 
