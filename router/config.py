@@ -75,3 +75,26 @@ class RouterConfig(msgspec.Struct, frozen=True):
     engine_key_path: str = ""
     tls_cert_path: str = ""
     tls_key_path: str = ""
+
+
+class WorkerOrder(msgspec.Struct, frozen=True):
+    """What a supervisor tells a worker: how to run.
+
+    Attributes:
+        config: of the router.
+        log_level: from which on it logs.
+        stdout: descriptor of the supervisor's standard output, the worker's own once it serves.
+    """
+
+    config: RouterConfig
+    log_level: str
+    stdout: int
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """What a worker tells its supervisor, once it serves."""
+
+    router_id: str
+    pid: int
+    address: tuple[str, int]
+    admin_address: tuple[str, int]

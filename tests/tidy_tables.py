@@ -115,6 +115,7 @@ PURE = (
     "router/http_reader.py",
     "router/keys.py",
     "router/messages_chat.py",
+    "router/metrics_merge.py",
     "router/prefix_cache.py",
     "router/prompt.py",
     "router/responses_chat.py",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +21,11 @@ from controlplane.cli.options import (
     set_up_logs,
 )
 
+if TYPE_CHECKING:
+    from router.config import RouterConfig
+
 DECISION = "How it decides"
+CLIENTS = "Who may use it"
 PROCESS = "How it runs"
 
 
@@ -71,6 +74,35 @@ def router(
             rich_help_panel=DECISION,
         ),
     ] = 1.0,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of API keys, `KEY TENANT` a line; callers need one. Read anew on change.",
+            rich_help_panel=CLIENTS,
+        ),
+    ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of tenants: limits, exponents, budgets. Read anew on change.",
+            rich_help_panel=CLIENTS,
+        ),
+    ] = None,
+    engine_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that holds the engines' own API key, sent in place of the caller's.",
+            rich_help_panel=CLIENTS,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="Serve TLS with this certificate chain (PEM).", rich_help_panel=CLIENTS),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(help="Its private key, if in a file of its own.", rich_help_panel=CLIENTS),
+    ] = None,
     workers: Annotated[
         int,
         typer.Option(min=1, help="Router processes that share the port.", rich_help_panel=PROCESS),
@@ -81,7 +113,7 @@ def router(
     admin_port: Annotated[
         int,
         typer.Option(
-            help="Port for metrics and debugging; further workers take the ports after it.",
+            help="Port for metrics and debugging, of all workers together; 0 takes a free one.",
             rich_help_panel=PROCESS,
         ),
     ] = 8001,
@@ -114,7 +146,7 @@ def router(
 
     A router needs no configuration per model: instances, tokenizers and block sets all come from
     the bus. Run as many as you like behind any load balancer; each prints one line of JSON with its
-    addresses once it serves.
+    addresses once it serves. With several workers, SIGHUP replaces them one by one.
     """
     from controlplane.core.plane import PlaneConfig
     from controlplane.core.policies import make_policy
@@ -145,10 +177,18 @@ def router(
         plane=plane,
         stop_grace_s=stop_grace_s,
         access_log=access_log,
+        keys_path=_path(api_keys),
+        tenants_path=_path(tenants),
+        engine_key_path=_path(engine_key_file),
+        tls_cert_path=_path(tls_cert),
+        tls_key_path=_path(tls_key),
     )
+    _check_files(config)
     if workers > 1 and not port:
         raise UsageError("--workers needs a --port to share; 0 would give each its own")
-    raise typer.Exit(_run_workers(config, workers) if workers > 1 else _run_one(config))
+    if workers > 1:
+        raise typer.Exit(_run_workers(config, workers, log_level))
+    raise typer.Exit(_run_one(config))
 
 
 def _parameters(options: list[str]) -> dict[str, float]:
@@ -164,54 +204,70 @@ def _parameters(options: list[str]) -> dict[str, float]:
     return parameters
 
 
-def _run_one(config: object) -> int:
-    from router.config import RouterConfig
+def _path(path: Path | None) -> str:
+    return "" if path is None else str(path)
+
+
+def _check_files(config: RouterConfig) -> None:
+    """Read what the configuration names, so that a mistake is told before anything starts.
+
+    Raises:
+        UsageError: a file cannot be used; says which and why.
+        OSError: a file cannot be read.
+    """
+    import ssl
+
+    from router.access import Access
+    from router.tenants import ConfigError
+
+    if config.tls_key_path and not config.tls_cert_path:
+        raise UsageError("--tls-key needs --tls-cert")
+    try:
+        Access(config.keys_path, config.tenants_path).load(0.0)
+        if config.tls_cert_path:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(config.tls_cert_path, config.tls_key_path or None)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    except ssl.SSLError as error:
+        raise UsageError(f"--tls-cert {config.tls_cert_path}: {error}") from error
+    if config.engine_key_path:
+        Path(config.engine_key_path).read_text(encoding="ascii")
+
+
+def _say(line: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _run_one(config: RouterConfig) -> int:
     from router.main import RouterProcess, run_router
 
-    assert isinstance(config, RouterConfig)
-
     def started(process: RouterProcess) -> None:
-        line = {
-            "router": process.router_id,
-            "address": "{}:{}".format(*process.address),
-            "admin": "{}:{}".format(*process.admin_address),
-        }
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        _say(
+            {
+                "router": process.router_id,
+                "address": "{}:{}".format(*process.address),
+                "admin": "{}:{}".format(*process.admin_address),
+            }
+        )
 
     return run_router(config, started)
 
 
-def _run_workers(config: object, workers: int) -> int:
-    """Fork a router process per worker; the first that ends takes the others with it."""
-    import msgspec
+def _run_workers(config: RouterConfig, workers: int, log_level: str) -> int:
+    from router.supervised import run_workers
+    from router.supervisor import Supervisor
 
-    from router.config import RouterConfig
+    def started(supervisor: Supervisor, admin: tuple[str, int]) -> None:
+        ready = [place.worker.ready for place in supervisor.places if place.worker is not None]
+        _say(
+            {
+                "router": config.router_id or ready[0].router_id,
+                "address": "{}:{}".format(*ready[0].address),
+                "admin": "{}:{}".format(*admin),
+                "workers": [each.router_id for each in ready],
+            }
+        )
 
-    assert isinstance(config, RouterConfig)
-    children: dict[int, int] = {}
-    for number in range(workers):
-        child = os.fork()
-        if child == 0:
-            name = f"{config.router_id}-{number}" if config.router_id else ""
-            admin_port = config.admin_port + number if config.admin_port else 0
-            mine = msgspec.structs.replace(
-                config, router_id=name, admin_port=admin_port, reuse_port=True
-            )
-            os._exit(_run_one(mine))
-        children[child] = number
-
-    def pass_on(signum: int, _: object) -> None:
-        for pid in children:
-            os.kill(pid, signum)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    status = 0
-    while children:
-        pid, code = os.wait()
-        if children.pop(pid, None) is None:
-            continue
-        status = status or os.waitstatus_to_exitcode(code)
-        pass_on(signal.SIGTERM, None)
-    return abs(status)
+    return run_workers(config, workers, log_level, started)

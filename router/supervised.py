@@ -1,0 +1,59 @@
+"""Runs a router with several workers until it is signalled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from controlplane import runtime
+from router.config import RouterConfig
+from router.http_server import HttpServer
+from router.supervisor import Supervisor, WorkerError
+from router.supervisor_admin import SupervisorAdmin
+from router.upstream import UpstreamPool
+
+logger = logging.getLogger(__name__)
+
+Started = Callable[[Supervisor, tuple[str, int]], None]
+"""Told when all workers serve: who they are, and the operators' address."""
+
+
+async def supervise(
+    config: RouterConfig, workers: int, log_level: str, stop: asyncio.Event, started: Started
+) -> int:
+    """Run workers until `stop` is set; returns the exit status. SIGHUP replaces them one by one."""
+    supervisor = Supervisor(config, workers, log_level)
+    pool = UpstreamPool(config.upstream)
+    admin = HttpServer(SupervisorAdmin(supervisor, pool), config.server)
+    admin_address = await admin.start(config.admin_host, config.admin_port)
+    renewals: set[asyncio.Task[None]] = set()
+
+    def renew() -> None:
+        if not renewals:
+            task = asyncio.create_task(supervisor.renew())
+            renewals.add(task)
+            task.add_done_callback(renewals.discard)
+
+    try:
+        await supervisor.start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, renew)
+        started(supervisor, admin_address)
+        await stop.wait()
+        logger.info("stopping: running requests get up to %.0f s", config.stop_grace_s)
+        for task in renewals:
+            task.cancel()
+        await supervisor.stop()
+    except WorkerError as error:
+        logger.error("%s", error)
+        return error.status or 1
+    finally:
+        await admin.stop(grace_s=0.0)
+        await pool.close()
+    return 0
+
+
+def run_workers(config: RouterConfig, workers: int, log_level: str, started: Started) -> int:
+    """Run several workers until this process is signalled; returns the exit status."""
+    return runtime.run(lambda stop: supervise(config, workers, log_level, stop, started))
