@@ -1,4 +1,4 @@
-"""The load of `bench.proxy`: a closed loop of raw clients, each with one kept connection.
+"""The load of `bench.proxy`: raw clients, in a closed loop or at a steady rate.
 
 Clients find the end of an answer by its Content-Length or last chunk and do nothing else with it,
 so that on a shared machine the load costs little beside what is measured.
@@ -17,7 +17,17 @@ from bench.proxy_engine import MODEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PROMPT_WORDS: Final = 400  # about 2 KiB: a short chat
+# A chat of some two thousand tokens, and the headers of OpenAI's Python client.
+_PROMPT: Final = "The quick brown fox jumps over the lazy dog. " * 190
+_HEADERS: Final = (
+    "Accept-Encoding: gzip, deflate\r\nConnection: keep-alive\r\nAccept: application/json\r\n"
+    "Content-Type: application/json\r\nUser-Agent: OpenAI/Python 2.8.0\r\n"
+    "X-Stainless-Lang: python\r\nX-Stainless-Package-Version: 2.8.0\r\nX-Stainless-OS: Linux\r\n"
+    "X-Stainless-Arch: x64\r\nX-Stainless-Runtime: CPython\r\n"
+    "X-Stainless-Runtime-Version: 3.11.7\r\nAuthorization: Bearer sk-bench\r\n"
+    "X-Stainless-Async: false\r\nx-stainless-retry-count: 0\r\n"
+    "x-stainless-read-timeout: 600\r\n"
+)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -43,27 +53,30 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def request_bytes(authority: str, *, stream: bool, chunks: int = 50, gap_ms: int = 5) -> bytes:
-    """Return a completion request as the openai client would send it."""
+    """Return a completion request as OpenAI's Python client sends it."""
     body = msgspec.json.encode(
         {
             "model": MODEL,
-            "prompt": "lorem " * _PROMPT_WORDS,
+            "prompt": _PROMPT,
             "max_tokens": chunks,
             "seed": gap_ms,
             "stream": stream,
         }
     )
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {authority}\r\nAccept: application/json\r\n"
-        "Accept-Encoding: identity\r\nContent-Type: application/json\r\n"
-        "User-Agent: OpenAI/Python 2.0.0\r\nAuthorization: Bearer sk-bench\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: {authority}\r\n{_HEADERS}"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
 
 class Client(asyncio.Protocol):
-    """One connection that asks one thing at a time."""
+    """One connection that asks one thing at a time.
+
+    Attributes:
+        transport: the connection.
+        first_byte_s: when the present answer began, 0 if it has not.
+    """
 
     transport: asyncio.Transport
 
@@ -76,6 +89,7 @@ class Client(asyncio.Protocol):
         self.first_byte_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
         self.transport = transport  # type: ignore[assignment]
 
     def ask(self, request: bytes) -> asyncio.Future[bool]:
@@ -86,6 +100,7 @@ class Client(asyncio.Protocol):
         return self._answer
 
     def data_received(self, data: bytes) -> None:
+        """Look for the end of the answer."""
         if not self.first_byte_s:
             self.first_byte_s = time.perf_counter()
         if not self._in_body:
@@ -107,6 +122,7 @@ class Client(asyncio.Protocol):
                 self._done()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Give up the answer."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(False)
 
@@ -152,3 +168,36 @@ async def _ask_on(
             continue
         total_s.append(time.perf_counter() - sent_s)
         first_byte_s.append(client.first_byte_s - sent_s)
+
+
+async def run_steadily(port: int, request: bytes, *, requests: int, per_s: float) -> Sample:
+    """Send requests at a steady rate, whatever becomes of the earlier ones."""
+    sample = Sample(0, 0, 0.0, [], [])
+    free: list[Client] = []
+    asking: set[asyncio.Task[bool]] = set()
+    start_s = time.perf_counter()
+    for number in range(requests):
+        wait_s = start_s + number / per_s - time.perf_counter()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        client = free.pop() if free else await connect(port)
+        task = asyncio.create_task(_ask_once(client, request, sample, free))
+        asking.add(task)
+    answered = sum(await asyncio.gather(*asking))
+    wall_s = time.perf_counter() - start_s
+    for client in free:
+        client.transport.abort()
+    times_s = sorted(sample.total_s)
+    return Sample(answered, requests - answered, wall_s, sorted(sample.first_byte_s), times_s)
+
+
+async def _ask_once(client: Client, request: bytes, sample: Sample, free: list[Client]) -> bool:
+    """Ask once, note the times, and put the client back; say whether it was answered."""
+    sent_s = time.perf_counter()
+    if not await client.ask(request):
+        client.transport.abort()
+        return False
+    sample.total_s.append(time.perf_counter() - sent_s)
+    sample.first_byte_s.append(client.first_byte_s - sent_s)
+    free.append(client)
+    return True

@@ -18,6 +18,7 @@ that a lenient parser might read otherwise (bare LF, spaces, `0x`, signs) is an 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 LINE_BYTES_MAX: Final = 256
@@ -32,6 +33,9 @@ _SIZE_LINE_PREFIX: Final = re.compile(
 )
 _TRAILER: Final = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
 
+_PLAIN_SIZE: Final = re.compile(rb"[0-9A-Fa-f]{1,15}")
+_PLAIN_SIZE_BYTES_MAX: Final = 17  # with the line break
+
 _SIZE, _DATA, _BREAK, _TRAILERS, _DONE = range(5)
 
 
@@ -42,12 +46,13 @@ class ChunkError(Exception):
 class ChunkScanner:
     """Follows one chunked body to its end."""
 
-    __slots__ = ("_kept", "_left", "_state")
+    __slots__ = ("_between", "_kept", "_left", "_state")
 
     def __init__(self) -> None:
         self._state = _SIZE
         self._left = 0
         self._kept = b""
+        self._between = True  # in SIZE, and nothing kept
 
     def feed(self, data: bytes, content: list[bytes] | None = None) -> int:
         """Follow the body through `data`; O(chunks), not O(bytes).
@@ -62,12 +67,17 @@ class ChunkScanner:
         Raises:
             ChunkError: the bytes are not a chunked body; the scanner is of no further use.
         """
-        if self._state == _SIZE and not self._kept and content is None:
-            line = _match_size_line(data)
-            if line is not None:
-                size = int(line[1], 16)
-                if size and line.end() + size + 2 == len(data) and data.endswith(b"\r\n"):
-                    return -1  # One whole chunk: what nearly every read of a stream is.
+        if self._between and content is None:  # Nearly every read of a stream is one whole chunk.
+            stop = data.find(b"\r\n", 0, _PLAIN_SIZE_BYTES_MAX)
+            size = _plain_size(data[:stop]) if stop > 0 else 0
+            if size and stop + size + 4 == len(data) and data.endswith(b"\r\n"):
+                return -1
+        stop = self._follow(data, content)
+        self._between = self._state == _SIZE and not self._kept
+        return stop
+
+    def _follow(self, data: bytes, content: list[bytes] | None) -> int:
+        """Follow the body through `data`, whatever there is in it; see `feed`."""
         kept = len(self._kept)
         if kept:
             data = self._kept + data
@@ -130,3 +140,9 @@ class ChunkScanner:
                 raise ChunkError("malformed trailers")
         self._state = _DONE
         return stop
+
+
+@lru_cache(4096)
+def _plain_size(line: bytes) -> int:
+    """Return the size that a line without extension says, 0 if it does not say one."""
+    return int(line, 16) if _PLAIN_SIZE.fullmatch(line) else 0
