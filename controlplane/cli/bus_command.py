@@ -11,29 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from controlplane import runtime
-from controlplane.bus import NatsBus, NatsOptions, connect
+from controlplane.bus import NatsBus, connect
 from controlplane.bus.layout import Layout, layout
 from controlplane.bus.protocol import BusError
 from controlplane.bus.setup import Change, Holding, describe, ensure, keep
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import (
-    DEFAULT_NATS,
-    NatsCa,
-    NatsPasswordFile,
-    NatsUrl,
-    NatsUser,
-    nats_options,
-)
+from controlplane.cli.options import BusPlace, with_bus
 
 app = typer.Typer(help="Create and look at what the plane keeps on NATS.", no_args_is_help=True)
 
 
 @app.command()
+@with_bus
 def init(
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
     replicas: Annotated[int, typer.Option(help="Copies of everything: 1, 3 or 5.")] = 1,
     storage: Annotated[str, typer.Option(help="file or memory.")] = "file",
     size: Annotated[
@@ -42,6 +32,8 @@ def init(
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and create anew what the server has lost.")
     ] = False,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Create streams, buckets and object stores, or correct those that differ. Repeatable."""
     if storage not in ("file", "memory"):
@@ -52,16 +44,14 @@ def init(
     except ValueError as error:
         raise UsageError(f"--replicas or --size: {error}") from error
 
-    options = nats_options(nats_user, nats_password_file, nats_ca)
-
     async def work() -> None:
-        bus = await _connected(nats, options)
-        for change in await ensure(bus, plan):
+        nats = await _connected(bus)
+        for change in await ensure(nats, plan):
             _say(change)
-        await bus.close()
+        await nats.close()
 
     if watch:
-        raise typer.Exit(runtime.run(lambda stop: _watch(nats, options, plan, stop)))
+        raise typer.Exit(runtime.run(lambda stop: _watch(bus, plan, stop)))
     asyncio.run(work())
 
 
@@ -69,10 +59,10 @@ def _say(change: Change) -> None:
     typer.echo(f"{change.action:10} {change.kind:7} {change.name}  {change.detail}".rstrip())
 
 
-async def _watch(url: str, options: NatsOptions, plan: Layout, stop: asyncio.Event) -> int:
+async def _watch(place: BusPlace, plan: Layout, stop: asyncio.Event) -> int:
     """Create what is missing until stopped; returns the exit status."""
     runtime.log_to_stderr()
-    bus = await connect(url, name="multiplane-bus", options=options)
+    bus = await connect(place.url, name="multiplane-bus", options=place.options)
     keeping = asyncio.create_task(keep(bus, plan, _say))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -87,19 +77,15 @@ async def _watch(url: str, options: NatsOptions, plan: Layout, stop: asyncio.Eve
 
 
 @app.command()
-def status(
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
-) -> None:
+@with_bus
+def status(*, bus: BusPlace) -> None:
     """Show what the server holds."""
 
     async def work() -> None:
-        bus = await _connected(nats, nats_options(nats_user, nats_password_file, nats_ca))
+        nats = await _connected(bus)
         plan = layout()
-        holdings = await describe(bus, plan)
-        await bus.close()
+        holdings = await describe(nats, plan)
+        await nats.close()
         Console().print(_table(holdings))
         wanted = len(plan.streams) + len(plan.buckets) + len(plan.stores)
         if len(holdings) < wanted:
@@ -110,13 +96,13 @@ def status(
     asyncio.run(work())
 
 
-async def _connected(url: str, options: NatsOptions) -> NatsBus:
-    bus = await connect(url, name="multiplane-bus", options=options)
+async def _connected(place: BusPlace) -> NatsBus:
+    bus = await connect(place.url, name="multiplane-bus", options=place.options)
     if not isinstance(bus, NatsBus):
-        raise UsageError(f"--nats {url}: not a NATS URL")
+        raise UsageError(f"--nats {place.url}: not a NATS URL")
     if not bus.connected:
         await bus.close()
-        raise BusError(f"no NATS server answers at {url}; start one, or correct --nats")
+        raise BusError(f"no NATS server answers at {place.url}; start one, or correct --nats")
     return bus
 
 

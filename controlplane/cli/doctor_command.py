@@ -9,26 +9,18 @@ import typer
 from rich.console import Console
 
 from controlplane.bus import connect
-from controlplane.cli.options import (
-    DEFAULT_NATS,
-    NatsCa,
-    NatsPasswordFile,
-    NatsUrl,
-    NatsUser,
-    nats_options,
-)
+from controlplane.cli.options import BusPlace, with_bus
 from controlplane.doctor import doctor as examine
 
 
+@with_bus
 def doctor(
     admin: Annotated[
         str, typer.Option(help="The operator's port of a router, as it prints it.")
     ] = "http://127.0.0.1:8001",
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Check a live plane end to end, with a canary through every engine.
 
@@ -39,11 +31,10 @@ def doctor(
     console = Console()
 
     async def work() -> bool:
-        options = nats_options(nats_user, nats_password_file, nats_ca)
-        bus = await connect(nats, name="doctor", options=options)
+        nats = await connect(bus.url, name="doctor", options=bus.options)
         well = True
         try:
-            async for finding in examine(bus, admin, model):
+            async for finding in examine(nats, admin, model):
                 well = well and finding.ok
                 mark = "[green]✓[/]" if finding.ok else "[red]✗[/]"
                 console.print(
@@ -53,7 +44,7 @@ def doctor(
                 if finding.mend:
                     console.print(f"    → {finding.mend}", highlight=False)
         finally:
-            await bus.close()
+            await nats.close()
         return well
 
     well = asyncio.run(work())

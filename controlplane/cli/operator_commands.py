@@ -11,14 +11,7 @@ import typer
 from controlplane.bus import connect
 from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import (
-    DEFAULT_NATS,
-    NatsCa,
-    NatsPasswordFile,
-    NatsUrl,
-    NatsUser,
-    nats_options,
-)
+from controlplane.cli.options import BusPlace, with_bus
 from controlplane.core.policies import POLICIES
 from controlplane.operator import Operator
 
@@ -32,23 +25,14 @@ blacklist_app = typer.Typer(help="Keep requests from instances for a while.", no
 policy_app = typer.Typer(help="Override the routers' policy.", no_args_is_help=True)
 
 
-def _with_operator(
-    url: str,
-    user: str | None,
-    password_file: object,
-    ca: object,
-    work: Callable[[Operator], Awaitable[None]],
-) -> None:
-    from pathlib import Path
-
-    assert password_file is None or isinstance(password_file, Path)
-    assert ca is None or isinstance(ca, Path)
-
+def _with_operator(place: BusPlace, work: Callable[[Operator], Awaitable[None]]) -> None:
     async def run() -> None:
-        bus = await connect(url, name="operator", options=nats_options(user, password_file, ca))
+        bus = await connect(place.url, name="operator", options=place.options)
         try:
             if not bus.connected:
-                raise BusError(f"no NATS server answers at {url}; start one, or correct --nats")
+                raise BusError(
+                    f"no NATS server answers at {place.url}; start one, or correct --nats"
+                )
             await work(Operator(bus))
         finally:
             await bus.close()
@@ -56,14 +40,13 @@ def _with_operator(
     asyncio.run(run())
 
 
+@with_bus
 def drain(
     instance: InstanceId,
     off: Annotated[bool, typer.Option("--off", help="Take it back.")] = False,
     reason: Reason = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Send no new requests to an instance; running ones finish."""
 
@@ -71,14 +54,13 @@ def drain(
         await operator.drain(instance, on=not off, reason=reason)
         typer.echo(f"{instance} is {'taken back' if off else 'draining'}")
 
-    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+    _with_operator(bus, work)
 
 
+@with_bus
 def instances(
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """List the registered instances."""
     from rich.console import Console
@@ -98,18 +80,17 @@ def instances(
             )
         Console().print(table)
 
-    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+    _with_operator(bus, work)
 
 
 @blacklist_app.command("add")
+@with_bus
 def blacklist_add(
     instance: InstanceId,
     ttl_s: Ttl = None,
     reason: Reason = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Keep requests from an instance, unless no other is left."""
 
@@ -117,16 +98,15 @@ def blacklist_add(
         await operator.blacklist(instance, on=True, ttl_s=ttl_s, reason=reason)
         typer.echo(f"{instance} is blacklisted" + (f" for {ttl_s:g} s" if ttl_s else ""))
 
-    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+    _with_operator(bus, work)
 
 
 @blacklist_app.command("remove")
+@with_bus
 def blacklist_remove(
     instance: InstanceId,
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Take an instance back."""
 
@@ -134,15 +114,14 @@ def blacklist_remove(
         await operator.blacklist(instance, on=False, ttl_s=None)
         typer.echo(f"{instance} is taken back")
 
-    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+    _with_operator(bus, work)
 
 
 @blacklist_app.command("list")
+@with_bus
 def blacklist_list(
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """List what operators and detectors have said that is still in force."""
 
@@ -150,19 +129,18 @@ def blacklist_list(
         for standing in await operator.standing():
             typer.echo(f"{standing.model}: {standing.statement}")
 
-    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+    _with_operator(bus, work)
 
 
 @policy_app.command("set")
+@with_bus
 def policy_set(
     model: Annotated[str, typer.Argument(help="Model id on the bus.")],
     policy: Annotated[str, typer.Argument(help="Name of the policy.")],
     ttl_s: Ttl = None,
     reason: Reason = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Make every router use a policy for a model."""
     if policy not in POLICIES:
@@ -172,16 +150,15 @@ def policy_set(
         await operator.policy(model, policy, ttl_s=ttl_s, reason=reason)
         typer.echo(f"{model} is routed by {policy}" + (f" for {ttl_s:g} s" if ttl_s else ""))
 
-    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+    _with_operator(bus, work)
 
 
 @policy_app.command("clear")
+@with_bus
 def policy_clear(
     model: Annotated[str, typer.Argument(help="Model id on the bus.")],
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Let every router use its configured policy again."""
 
@@ -189,4 +166,4 @@ def policy_clear(
         await operator.policy(model, "")
         typer.echo(f"{model} is routed by the configured policy")
 
-    _with_operator(nats, nats_user, nats_password_file, nats_ca, work)
+    _with_operator(bus, work)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
 from controlplane.bus import NatsOptions
 from controlplane.cli.errors import UsageError
+
+T = TypeVar("T")
 
 BUS = "Where the bus is"
 
@@ -61,6 +67,52 @@ def nats_options(user: str | None, password_file: Path | None, ca: Path | None) 
         except OSError as error:
             raise UsageError(f"--nats-password-file {password_file}: {error.strerror}") from error
     return NatsOptions(user=user, password=password, tls_ca=None if ca is None else str(ca))
+
+
+class BusPlace(msgspec.Struct, frozen=True):
+    """Where the bus is, and how to get in."""
+
+    url: str
+    options: NatsOptions
+
+
+def with_bus(command: Callable[..., T]) -> Callable[..., T]:
+    """Give a command the options that say where the bus is.
+
+    Args:
+        command: takes `bus`, a `BusPlace`, as its last parameter.
+    """
+    signature = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def wrapped(
+        *args: Any,
+        nats: str,
+        nats_user: str | None,
+        nats_password_file: Path | None,
+        nats_ca: Path | None,
+        **kwargs: Any,
+    ) -> T:
+        bus = BusPlace(nats, nats_options(nats_user, nats_password_file, nats_ca))
+        return command(*args, bus=bus, **kwargs)
+
+    own = [each for each in signature.parameters.values() if each.name != "bus"]
+    parameters = [*own, *_BUS_PARAMETERS]
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+_BUS_PARAMETERS = (
+    _parameter("nats", NatsUrl, DEFAULT_NATS),
+    _parameter("nats_user", NatsUser, None),
+    _parameter("nats_password_file", NatsPasswordFile, None),
+    _parameter("nats_ca", NatsCa, None),
+)
 
 
 def set_up_logs(level: str) -> None:
