@@ -351,9 +351,11 @@ def test_the_packages_that_exist_are_the_packages_installed() -> None:
 
 def test_what_is_imported_is_declared() -> None:
     """A library that only a developer's machine happens to have is not there for users."""
+    project = pyproject()["project"]
+    requirements = {"": project["dependencies"], **project["optional-dependencies"]}
     declared = {
-        re.split(r"[\[<>=! ;]", requirement)[0]
-        for requirement in pyproject()["project"]["dependencies"]
+        extra: {re.split(r"[\[<>=! ;]", each)[0] for each in listed}
+        for extra, listed in requirements.items()
     }
     for source in sources():
         if layer(source.module) in {"", "bench"}:
@@ -362,7 +364,8 @@ def test_what_is_imported_is_declared() -> None:
             top = module.split(".")[0]
             if is_foreign(module):
                 name = house.DISTRIBUTIONS.get(top, top)
-                assert name in declared, source.at(line, f"declare {name} in pyproject.toml")
+                home = declared[house.OPTIONAL.get(top, "")]
+                assert name in home, source.at(line, f"declare {name} in pyproject.toml")
 
 
 def pyproject() -> dict[str, Any]:

@@ -60,6 +60,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "controlplane/exporter.py": "the services' exporter",
         "lab/server_metrics.py": "the emulated engine's /metrics, as vLLM names them",
     },
+    "pyarrow": {"controlplane/audit/parquet.py": "writes decisions as Parquet"},
     "rich": {
         "controlplane/cli/*.py": "what commands print",
         "lab/summary.py": "tables of results",
@@ -86,6 +87,8 @@ FOREIGN: dict[str, dict[str, str]] = {
         "lab/publisher.py": "vLLM's event socket, the engine's end",
     },
 }
+OPTIONAL: dict[str, str] = {"pyarrow": "audit"}
+"""Libraries of an extra, by its name: imported only where they are needed, with advice if absent."""
 DISTRIBUTIONS = {"nats": "nats-py", "prometheus_client": "prometheus-client", "zmq": "pyzmq"}
 
 # Events and the time come in, values and effects go out: no clock, no I/O, no environment.
@@ -93,13 +96,20 @@ PURE = (
     "schemas/*.py",
     "controlplane/core/*.py",
     "controlplane/audit/choice.py",
+    "controlplane/audit/follow.py",
     "controlplane/audit/heard.py",
     "controlplane/audit/hits.py",
+    "controlplane/audit/lines.py",
     "controlplane/audit/outcomes.py",
     "controlplane/audit/report.py",
+    "controlplane/audit/selection.py",
     "controlplane/audit/sets.py",
     "controlplane/audit/statements.py",
+    "controlplane/audit/story.py",
+    "controlplane/audit/table.py",
+    "controlplane/audit/trace.py",
     "controlplane/audit/verify.py",
+    "controlplane/audit/why.py",
     "sidecar/changes.py",
     "sidecar/engine_stream.py",
     "sidecar/memories.py",

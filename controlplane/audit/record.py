@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from controlplane.audit.heard import INSTANCES_PREFIX
 from controlplane.audit.recording import RecordingWriter
-from controlplane.audit.source import recorded
+from controlplane.audit.source import ROWS_S_MAX, recorded
 from controlplane.bus.protocol import Bus, BusError, Record
 from schemas import subjects
 from schemas.bus import SnapshotRequest, decode_instance
@@ -16,8 +16,6 @@ from schemas.codec import RemoteError, encode
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 5.0
-CLOCKS_S = 1.0
-"""How far the server's clock may be from ours; what is recorded twice does no harm."""
 
 
 async def record(
@@ -41,12 +39,13 @@ async def record(
         BusError: the bus cannot be read.
         OSError: the file cannot be written.
     """
-    began_wall_s = wall() - CLOCKS_S
+    since_wall_s = wall() - ROWS_S_MAX
     async for each in state(bus, model, wall, snapshots="kv" in kinds):
         writer.write(each)
         written(each)
-    # From before the snapshots on: nothing between them and the streams is missing.
-    async for each in recorded(bus, kinds, model=model, since_wall_s=began_wall_s, follow=True):
+    # From before the snapshots on, so that nothing between them and the streams is missing; and so
+    # long before that decisions find the rows that they refer to.
+    async for each in recorded(bus, kinds, model=model, since_wall_s=since_wall_s, follow=True):
         writer.write(each)
         written(each)
         if writer.nbytes >= bytes_max:

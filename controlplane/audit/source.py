@@ -16,6 +16,10 @@ STREAM_OF: dict[str, str] = {
 AHEAD_MAX = 2_000
 """Records of one stream that are read before their turn."""
 
+ROWS_S_MAX = 12.0
+"""How much earlier one has to read, so that the rows are known that decisions refer to: more than
+twice `PlaneConfig.rows_every_s`."""
+
 LAG_S = 0.25
 """While following, how long a silent stream holds up the others: what it still had to say comes
 later then, and readers have to take it."""

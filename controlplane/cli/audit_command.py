@@ -13,6 +13,7 @@ from controlplane.audit.follow import Follower
 from controlplane.audit.heard import understand
 from controlplane.audit.report import MEANINGS, Report
 from controlplane.audit.selection import Wanted
+from controlplane.audit.source import ROWS_S_MAX
 from controlplane.audit.story import SHOWN_MAX, StoryTeller, told
 from controlplane.audit.verify import Verifier, VerifyLimits
 from controlplane.bus.protocol import Record
@@ -91,10 +92,6 @@ def tail(
         return 0
 
     run(work())
-
-
-ROWS_S_MAX = 12.0
-"""More than twice as long as routers take to tell their rows again."""
 
 
 def _key(text: str) -> int | None:

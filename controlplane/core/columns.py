@@ -3,7 +3,8 @@
 Theory of operation. A decision over N instances is N rows of the same few numbers. A list of
 objects would cost the router more than the decision did, so a decision tells columns, and what all
 decisions have in common (whose row is which, how scores are made) is told once, as `FleetRows`,
-whenever it changes and every few seconds. `candidates` is the reader's side.
+whenever it changes, and again every few seconds while decisions refer to it: so who reads from a
+few seconds earlier on knows what all of them mean. `candidates` is the reader's side.
 
 Columns of numbers are little-endian unsigned integers, as narrow as the largest of them allows: 1,
 2, 4 or 8 bytes, which the length and the number of rows tell. A column of zeros is empty.
@@ -74,34 +75,33 @@ class ColumnTeller:
 
     Args:
         policy: the configured one.
+        every_s: how long the rows may have been told before a decision that refers to them.
     """
 
-    def __init__(self, fleet: Fleet, policy: Policy, tier_credit: Sequence[float]) -> None:
+    def __init__(
+        self, fleet: Fleet, policy: Policy, tier_credit: Sequence[float], every_s: float
+    ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._tier_credit = tuple(tier_credit)
         self._version = 0
         self._of_fleet = -1
         self._applied: IntArray = np.zeros(0, np.int64)
-        self._used = False
+        self._every_s = every_s
+        self._told_s = float("-inf")
 
-    @property
-    def due(self) -> bool:
-        """Whether the rows are others than those last told."""
-        return self._of_fleet != self._fleet.version
+    def due(self, now_s: float) -> bool:
+        """Whether the rows have to be told before the next decision."""
+        changed = self._of_fleet != self._fleet.version
+        return changed or now_s - self._told_s >= self._every_s
 
-    @property
-    def used(self) -> bool:
-        """Whether columns were made since the rows were last told."""
-        return self._used
-
-    def rows(self, batch_cap: int | None) -> FleetRows:
+    def rows(self, batch_cap: int | None, now_s: float) -> FleetRows:
         """Return what the columns from now on stand for."""
         fleet = self._fleet
         self._version += 1
         self._of_fleet = fleet.version
         self._applied = fleet.applied.copy()
-        self._used = False
+        self._told_s = now_s
         policy = self._policy
         parameters = msgspec.structs.asdict(policy) if isinstance(policy, msgspec.Struct) else {}
         return FleetRows(
@@ -122,9 +122,8 @@ class ColumnTeller:
         happens.
         """
         fleet = self._fleet
-        if decision.rows is not fleet.rows or self.due:
+        if decision.rows is not fleet.rows or self._of_fleet != fleet.version:
             return None
-        self._used = True
         hits, promised, context = (
             decision.hit_tokens,
             decision.promised_tokens,

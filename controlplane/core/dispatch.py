@@ -77,6 +77,7 @@ class Dispatcher:
         blind_s: float,
         tier_credit: Sequence[float],
         audit_candidates: float,
+        rows_every_s: float = 5.0,
         promise_s: float,
         rng: random.Random,
     ) -> None:
@@ -98,7 +99,7 @@ class Dispatcher:
         self._blind_since_s: float | None = None
         self._tier_credit = tier_credit
         self._audit_candidates = audit_candidates
-        self._teller = ColumnTeller(fleet, policy, tier_credit)
+        self._teller = ColumnTeller(fleet, policy, tier_credit, rows_every_s)
         self._rng = rng
         self._rotation = rng.randrange(1 << 30)
 
@@ -268,7 +269,7 @@ class Dispatcher:
         self.counts[f"policy:{choice.policy}"] += 1
         for name in choice.ignored:
             self.counts[f"ignored:{name}"] += 1
-        candidates = self._candidates(decision) if self._audited() else None
+        candidates = self._candidates(decision, now_s) if self._audited() else None
         self._outbox.add(
             Routed(
                 request.request_id,
@@ -305,16 +306,11 @@ class Dispatcher:
         share = self._audit_candidates
         return share >= 1.0 or (share > 0.0 and self._rng.random() < share)
 
-    def _candidates(self, decision: Decision) -> CandidateColumns | None:
+    def _candidates(self, decision: Decision, now_s: float) -> CandidateColumns | None:
         """Return what a decision saw, as it is told."""
-        if self._teller.due:
-            self._outbox.add(self._teller.rows(self.batch_cap))
+        if self._teller.due(now_s):
+            self._outbox.add(self._teller.rows(self.batch_cap, now_s))
         return self._teller.columns(decision)
-
-    def tell_rows(self) -> None:
-        """Tell anew what the columns stand for, to those who came later, if any were told since."""
-        if self._teller.used:
-            self._outbox.add(self._teller.rows(self.batch_cap))
 
     def first_byte(self, ticket: Ticket, ttft_s: float) -> None:
         """Release a ticket's queued tokens: its prompt is computed."""

@@ -66,7 +66,7 @@ class PlaneConfig(msgspec.Struct, frozen=True):
         blind_s: with every instance stale for this long, even load is unknown: round robin.
         batch_cap: largest batch of an instance; None for no cap.
         totals_every_s: how often `RouterTotals` are published.
-        rows_every_s: how often `FleetRows` are told anew, for who has missed them.
+        rows_every_s: how old `FleetRows` may be that a decision refers to.
         sweep_blocks: blocks swept at a time: about half a millisecond.
         route_events_max: route events kept for the next batch; the oldest go beyond it.
         tier_credit: what a hit token is worth, by memory tier.
@@ -128,10 +128,11 @@ class Plane:
             blind_s=config.blind_s,
             tier_credit=config.tier_credit,
             audit_candidates=config.audit_candidates,
+            rows_every_s=config.rows_every_s,
             promise_s=config.promise_s,
             rng=rng,
         )
-        self._totals_due_s = self._rows_due_s = float("-inf")
+        self._totals_due_s = float("-inf")
         self._on: dict[type, Callable[[Any, float], list[Effect]]] = {
             InstanceRecord: self._record,
             InstanceGone: self._gone,
@@ -320,9 +321,6 @@ class Plane:
         if now_s >= self._totals_due_s:
             self._totals_due_s = now_s + self.config.totals_every_s
             self.requests.tell_totals()
-        if now_s >= self._rows_due_s:
-            self._rows_due_s = now_s + self.config.rows_every_s
-            self.requests.tell_rows()
         return effects
 
     def sweep(self) -> bool:

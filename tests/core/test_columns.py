@@ -208,19 +208,13 @@ def _whole(made: Plane, hashes: list[int]) -> Decision:
 
 
 def test_rows_are_told_again_for_who_came_later() -> None:
-    """Every few seconds, but only if decisions refer to them."""
+    """Before a decision whose rows were told some seconds ago, and not while there is none."""
     made = plane("a", rows_every_s=5.0)
-    made.handle(Tick(), 1.0)
-    assert FleetRows not in map(type, _told(made))
-    _decide(made, prompt(1))
-    for now_s in (2.0, 6.5, 12.0, 18.0):
+    for now_s in (1.0, 3.0, 5.9, 6.0, 20.0):
         made.handle(Tick(), now_s)
-    events = _told(made)
-    rows = [event for event in events if isinstance(event, FleetRows)]
-    assert [each.version for each in rows] == [1, 2]
-    _decide(made, prompt(2))
-    late = [rows[-1], *_told(made)]
-    assert _read(late) != [None]
+        _decide(made, prompt(1), now_s)
+    kinds = [type(event) for event in _told(made) if isinstance(event, FleetRows | Routed)]
+    assert kinds == [FleetRows, Routed, Routed, Routed, FleetRows, Routed, FleetRows, Routed]
 
 
 def test_a_decision_over_other_rows_is_told_without_columns() -> None:
