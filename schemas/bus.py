@@ -14,24 +14,16 @@ negative or no number. Such bytes are a RemoteError; a reader need not look agai
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
 
 import msgspec
 
 from schemas.codec import decoder
-
-U64 = Annotated[int, msgspec.Meta(ge=0)]
-"""A block hash, an epoch or a revision: msgpack carries no larger integers."""
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""How many there are of something; bounded so that sums of counts fit in 64 bits."""
-
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-"""Seconds, a rate or a share: finite and not negative."""
-
-
-class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type"):
-    """Base of all messages."""
+from schemas.message import U64, Amount, Count
+from schemas.message import Message as Message
+from schemas.records import InstanceRecord as InstanceRecord
+from schemas.records import LeaderLease as LeaderLease
+from schemas.records import ModelCard as ModelCard
+from schemas.records import RouterLease as RouterLease
 
 
 def _check_packed(hashes: bytes) -> None:
@@ -424,82 +416,6 @@ class Blacklist(Message, frozen=True, tag="blacklist"):
     ttl_s: Amount | None = None
     by: str = ""
     reason: str = ""
-
-
-# --- records in key-value buckets ---------------------------------------------------------------
-
-
-class InstanceRecord(Message, frozen=True, tag="instance"):
-    """What a router must know of an instance; renewed by the sidecar as a heartbeat.
-
-    Attributes:
-        model: the model id on the bus: the engine's first served name.
-        aliases: other names that the engine answers to (served names, LoRA adapters).
-        url: base URL of the engine's API server.
-        dp_rank: value for `X-data-parallel-rank`; None where the engine has a single rank.
-        block_size: tokens a block; 0 where the engine publishes no blocks.
-        card: digest of its ModelCard in the object store; empty where it has none.
-        epoch: of its block stream.
-        state: starting, ready, draining or stopped.
-        kv_events: whether its block set is published at all.
-    """
-
-    instance_id: str
-    model: str
-    url: str
-    epoch: U64
-    state: Literal["starting", "ready", "draining", "stopped"] = "ready"
-    aliases: list[str] = []
-    loras: list[str] = []
-    dp_rank: Count | None = None
-    block_size: Count = 0
-    num_blocks: Count | None = None
-    max_model_len: Count | None = None
-    max_num_seqs: Count | None = None
-    engine_version: str = ""
-    card: str = ""
-    kv_events: bool = True
-    heartbeat_s: Amount = 2.0
-    seq: Count = 0
-    sent_wall_s: float = 0.0
-
-
-class RouterLease(Message, frozen=True, tag="router"):
-    """A router is alive; its bookings count only while it renews this."""
-
-    router_id: str
-    epoch: U64
-    seq: Count
-    sent_wall_s: float
-    heartbeat_s: Amount = 1.0
-
-
-class LeaderLease(Message, frozen=True, tag="leader"):
-    """Who leads a service that must have one leader."""
-
-    holder: str
-    sent_wall_s: float
-    ttl_s: Amount
-
-
-class ModelCard(Message, frozen=True, tag="model_card"):
-    """What turns a request into the engine's token ids.
-
-    Attributes:
-        tokenizer: the bytes of `tokenizer.json`; empty where there is none.
-        chat_template: Jinja source; None where the model has none.
-        special_tokens: name (`bos_token`, `eos_token` …) → text, for the template.
-        adds_special_tokens: whether plain prompts get the tokenizer's special tokens (BOS).
-    """
-
-    model: str
-    tokenizer: bytes
-    chat_template: str | None = None
-    special_tokens: dict[str, str] = {}
-    adds_special_tokens: bool = True
-    block_size: Count = 0
-    max_model_len: Count | None = None
-    tokenizer_config: dict[str, Any] = {}
 
 
 Bytes = bytes | memoryview

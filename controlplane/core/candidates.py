@@ -59,9 +59,7 @@ class Candidates(msgspec.Struct, frozen=True):
     @property
     def epochs(self) -> list[int]:
         """Epoch of each block stream; 0 where there was none."""
-        epochs: list[int] = np.frombuffer(
-            self.rows.epochs or bytes(8 * len(self)), "<u8"
-        ).tolist()
+        epochs: list[int] = np.frombuffer(self.rows.epochs or bytes(8 * len(self)), "<u8").tolist()
         return epochs
 
     def listed(self) -> list[Candidate]:
