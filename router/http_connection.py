@@ -28,7 +28,7 @@ import struct
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
-from router.http_exchange import JSON, Exchange, error_body, status_line
+from router.http_exchange import JSON, Exchange, State, error_body, status_line
 from router.http_head import HeadError, RequestHead
 from router.http_reader import Awaiting, RequestReader
 
@@ -165,12 +165,17 @@ class ClientConnection(asyncio.Protocol):
 
     # Called by the exchange.
 
+    def exchange_started(self) -> None:
+        """Count the request's body out."""
+        if self._body_bytes:
+            self._book(0)
+
     def exchange_finished(self, keep_alive: bool) -> None:
         """Turn to the next request, or close."""
         self._exchange = None
         if self._body_bytes:
             self._book(0)
-        if not keep_alive or self._server.draining:
+        if not keep_alive:
             self._close()
             return
         self._phase = _READING
@@ -214,9 +219,12 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     def drain(self, idle_deadline_s: float) -> None:
-        """Make the present answer, or the next one if it comes soon, this connection's last."""
+        """Make the present answer, or the next one if it comes soon, this connection's last.
+
+        An answer that has begun has promised its client to stay: it is the next one that is last.
+        """
         if self._exchange is not None:
-            self._exchange.draining = True
+            self._exchange.draining = self._exchange.state is State.OPEN
         elif self._awaiting == Awaiting.IDLE:
             self.deadline_s = min(self.deadline_s, idle_deadline_s)
 

@@ -177,9 +177,9 @@ class HttpServer:
                 await asyncio.sleep(HANDSHAKE_S)
         while self._listeners:
             self._listeners.pop().close()
-        idle_deadline_s = self._clock() + self.limits.drain_idle_s
+        self.idle_deadline_s = self._clock() + self.limits.drain_idle_s
         for connection in tuple(self._connections):
-            connection.drain(idle_deadline_s)
+            connection.drain(self.idle_deadline_s)
         try:
             async with asyncio.timeout(grace_s):
                 await self._empty.wait()
@@ -243,7 +243,10 @@ class HttpServer:
         self._tick_handle = self._loop.call_later(self.limits.tick_s, self._tick)
         due_s = self.now_s + self.limits.tick_s
         now_s = self.now_s = self._clock()
-        self.idle_deadline_s = now_s + self.limits.idle_time_s
+        limits = self.limits
+        self.idle_deadline_s = now_s + (
+            limits.drain_idle_s if self.draining else limits.idle_time_s
+        )
         self.stats.loop_lag_s = max(0.0, now_s - due_s)
         overdue = [c for c in self._connections if c.deadline_s <= now_s]
         for connection in overdue:
