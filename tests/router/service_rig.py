@@ -55,12 +55,17 @@ def tiny_card() -> ModelCard:
 class ServiceRig:
     """Use as an async context manager; `instance` adds engines to it.
 
+    Args:
+        settings: of the router process, beyond the rig's own.
+        plane: how it decides.
+
     Attributes:
         events: what the router told on the route subject, in order.
         publishers: a block stream for each instance.
     """
 
-    def __init__(self, **plane: Any) -> None:
+    def __init__(self, settings: dict[str, Any] | None = None, **plane: Any) -> None:
+        self.settings = settings or {}
         self.broker = MemoryBroker()
         self.bus: MemoryBus = self.broker.bus()
         self.plane = PlaneConfig(**plane)
@@ -80,6 +85,7 @@ class ServiceRig:
             upstream=UpstreamLimits(tick_s=0.05),
             stop_grace_s=1.0,
             tick_s=0.02,
+            **self.settings,
         )
         self.process = RouterProcess(config, self.broker.bus())
         await self.process.start()
