@@ -22,7 +22,7 @@ Source: vllm/v1/core/block_pool.py, kv_cache_utils.py of vLLM 0.32 (semantics; t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 
 EngineHash = int
 """The engine's own name for a full block, 64 bits."""
@@ -57,9 +57,14 @@ class BlockPool:
         return 1.0 - len(self._free) / (self.num_blocks - 1)
 
     @property
-    def cached(self) -> Collection[EngineHash]:
+    def cached(self) -> KeysView[EngineHash]:
         """The hashes that a look-up finds, as a live view."""
         return self._block_of.keys()
+
+    @property
+    def twins(self) -> Mapping[EngineHash, Sequence[int]]:
+        """The blocks that carry a hash beside the one that serves hits, as a live view."""
+        return self._twins
 
     def copies(self) -> Mapping[EngineHash, int]:
         """Return hash → how many blocks carry it."""

@@ -142,6 +142,14 @@ class Engine:
             self._schedule_waiting(plan)
         return self._finish(plan, steps)
 
+    def run_s(self, horizon_s: float) -> float:
+        """Return how long `step(horizon_s)` would last if it is a run of decode steps; else 0."""
+        steps = self._decode_run(horizon_s)
+        if steps == 1:
+            return 0.0
+        context = sum(sequence.tokens for sequence in self._running)
+        return self.config.step_times.decode_s(steps, len(self._running), context)
+
     def check(self) -> None:
         """Raise AssertionError where an invariant does not hold; for tests, O(blocks)."""
         self.pool.check()

@@ -2,8 +2,8 @@
 
 Theory of operation. One heap of events (`replay_agenda`). Requests arrive at their times at one of
 the routers (`replay_router`: the production plane), which decides on what it knows, and join the
-chosen engine's queue (`replay_instance`). Engines skip ahead from one event to the next: a run of
-decode steps is one event, however long, up to the next arrival. When a step ends, its tokens reach
+chosen engine's queue (`replay_instance`). Engines skip ahead: a run of decode steps is one event,
+until a request ends or another comes. When a step ends, its tokens reach
 the router at once, as they do on the stream of the answer; its block events reach every router
 after that router's lag, and so do the routers' messages to each other.
 
@@ -15,15 +15,21 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 
+from controlplane.core.detector_writes import Message
 from controlplane.core.dispatch import Ticket
-from lab.engine_types import Output
+from lab.baselines import OracleTtft
+from lab.block_pool import BlockPool
+from lab.engine_types import Output, StepResult
 from lab.replay_agenda import Agenda
-from lab.replay_config import PolicySpec, ReplayConfig
+from lab.replay_config import PolicySpec, ReplayConfig, looks_at_blocks
+from lab.replay_detector import SimDetector
 from lab.replay_feed import BlockFeed, DirectFeed, SidecarFeed
 from lab.replay_instance import SimInstance
 from lab.replay_prompts import NamedPrompts, Prompts, TokenPrompts
@@ -35,6 +41,9 @@ from schemas.bus import KvBatch, LoadReport, RouteBatch
 Progress = Callable[[int], None]
 """Told how many requests have arrived so far."""
 
+Feeds = Callable[[str, BlockPool], BlockFeed]
+"""Makes the feed of an instance, by its name and its engine's pool."""
+
 
 def replay(
     trace: Trace, spec: PolicySpec, config: ReplayConfig, progress: Progress | None = None
@@ -44,11 +53,11 @@ def replay(
     Raises:
         ValueError: no request fits into an engine, or the settings make no sense.
     """
-    trace = trace.within(config.engine.max_model_len)
+    config = config.resolved(trace.block_tokens)
+    tokens_max = config.engine.max_model_len
+    name, trace = trace.name, trace.within(tokens_max)
     if not trace.requests:
-        raise ValueError(
-            f"{trace.name}: no request has at most {config.engine.max_model_len} tokens"
-        )
+        raise ValueError(f"{name}: no request has at most {tokens_max} tokens")
     with _without_gc():
         began_s = time.process_time()
         world = _Replay(trace, spec, config, progress)
@@ -68,12 +77,14 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _ways(trace: Trace, config: ReplayConfig) -> tuple[Prompts, Callable[[str], BlockFeed]]:
+def _ways(
+    trace: Trace, config: ReplayConfig
+) -> tuple[Prompts, Callable[[str, BlockPool], BlockFeed]]:
     """Return how requests are made, and how an instance's events become batches."""
     if not config.through_sidecars:
         return NamedPrompts(trace, config.block_size), DirectFeed
     prompts = TokenPrompts(trace, config.block_size)
-    return prompts, lambda name: SidecarFeed(name, config.block_size, prompts.tokens)
+    return prompts, lambda name, _: SidecarFeed(name, config.block_size, prompts.tokens)
 
 
 class _Open:
@@ -99,25 +110,28 @@ class _Replay:
         self._config = config
         self._progress = progress
         self._agenda = Agenda()
-        self._quiet_until_s = trace.requests[0].at_s
         self._arrived = 0
         self._open: dict[str, _Open] = {}
         self._prompts, feeds = _ways(trace, config)
-        engine = config.engine
+        engine = msgspec.structs.replace(
+            config.engine, report_events=looks_at_blocks(spec) or config.detector
+        )
+        watched = spec.name == OracleTtft.name
         self.instances = [
             SimInstance(
                 position,
                 engine,
-                feeds(f"i{position}"),
+                feeds,
                 self._agenda,
-                quiet_until_s=lambda: self._quiet_until_s,
+                coast_s_max=config.coast_s_max,
                 on_output=self._output,
-                on_step=None,
+                on_step=self._stepped if watched else None,
                 publish=self._publish,
             )
             for position in range(config.instances)
         ]
         self.routers = self._make_routers()
+        self.detector = SimDetector(self._agenda, self._said) if config.detector else None
         count = len(trace.requests)
         self._ttft_s = np.full(count, np.nan)
         self._end_s = np.full(count, np.nan)
@@ -159,10 +173,7 @@ class _Replay:
         requests = self._trace.requests
         self._arrived = position + 1
         if self._arrived < len(requests):
-            self._quiet_until_s = requests[self._arrived].at_s
-            self._agenda.at(self._quiet_until_s, self._arrive, self._arrived)
-        else:
-            self._quiet_until_s = float("inf")
+            self._agenda.at(requests[self._arrived].at_s, self._arrive, self._arrived)
         request, asked = self._prompts.make(position)
         router = self.routers[position % len(self.routers)]
         ticket = router.route(asked)
@@ -192,6 +203,11 @@ class _Replay:
 
     # --- messages
 
+    def _stepped(self, row: int, result: StepResult, due_s: float) -> None:
+        for router in self.routers:
+            if router.rival is not None:
+                router.rival.stepped(row, result, due_s)
+
     def _publish(self, batch: KvBatch) -> None:
         for router in self.routers:
             self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, batch)
@@ -200,6 +216,13 @@ class _Replay:
         for router in self.routers:
             if router.name != batch.router_id:
                 self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, batch)
+        if self.detector is not None:
+            at_s = self._agenda.now_s + self._config.event_lag_s
+            self._agenda.at(at_s, self.detector.hear, batch)
+
+    def _said(self, message: Message) -> None:
+        for router in self.routers:
+            self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, message)
 
     # --- time
 
@@ -208,6 +231,8 @@ class _Replay:
             instance.heartbeat()
         for router in self.routers:
             router.tick()
+        if self.detector is not None:
+            self.detector.tick()
         if not self._over:
             self._agenda.at(self._agenda.now_s + self._config.tick_s, self._tick)
 
@@ -242,10 +267,10 @@ class _Replay:
         at_s = np.array([each.at_s for each in requests])
         prompt = np.array([each.input_tokens for each in requests], np.int64)
         output = np.array([each.output_tokens for each in requests], np.int64)
-        counts: dict[str, int] = {}
+        counts = Counter({} if self.detector is None else self.detector.counts)
         for router in self.routers:
-            for name, count in router.plane.requests.counts.items():
-                counts[name] = counts.get(name, 0) + count
+            assert not router.plane.intake.counts["digest_mismatch"], "a feed said what is not"
+            counts.update(router.plane.requests.counts)
         return Result(
             policy=self._spec.label,
             trace=self._trace.name,
@@ -267,5 +292,5 @@ class _Replay:
             steps=sum(each.steps for each in self.instances),
             span_s=self._trace.duration_s,
             cpu_s=cpu_s,
-            counts=counts,
+            counts=dict(counts),
         )

@@ -6,10 +6,14 @@ import math
 
 import msgspec
 
+from controlplane.core.detector import BLIND_POLICIES
 from controlplane.core.policies import POLICIES, make_policy
 from lab.baselines import BASELINES
 from lab.engine_types import EngineConfig
 from lab.profiles import DEFAULT_PROFILE, find_profile
+
+COARSEST = 512
+"""Largest block size that is taken over from a trace."""
 
 
 class PolicySpec(msgspec.Struct, frozen=True):
@@ -59,6 +63,13 @@ def policy_names() -> list[str]:
     return [*sorted(POLICIES), *sorted(BASELINES)]
 
 
+def looks_at_blocks(spec: PolicySpec) -> bool:
+    """Whether a policy looks at what instances cache."""
+    if spec.name in BASELINES:
+        return BASELINES[spec.name].uses_index
+    return spec.name not in BLIND_POLICIES
+
+
 def plane_parameters(spec: PolicySpec) -> dict[str, float]:
     """Return the parameters as `make_policy` takes them."""
     return _whole(spec.parameters)
@@ -75,7 +86,9 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         instances: emulated engines, all alike.
         profile: GPU/MODEL, for step times and KV capacity.
-        num_blocks: KV blocks of each; 0 for what the GPU's memory has room for.
+        kv_tokens: KV capacity of each; 0 for what the GPU's memory has room for.
+        block_size: tokens a block; 0 for the trace's own, but at most `COARSEST`: a trace that says
+            what is shared by the 512 tokens has nothing finer to tell (docs/evaluation.md).
         max_model_len: longest prompt and answer together; longer requests are left out.
         routers: each request goes to one of them, in turns.
         event_lag_s: from the end of an engine's step until a router has its block events, and
@@ -86,6 +99,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         promise_s: see `PlaneConfig.promise_s`.
         through_sidecars: let block events take the whole way through the sidecar's mirror and
             relay, tokens hashed; slow, and the same decisions.
+        coast_s_max: longest run of decode steps that is one event: how late the block events of
+            decoding may be, beside the lag.
         sample_s: how often batch sizes are noted for plots.
         drain_s_max: how long after the last arrival requests may end; what has not ended by then
             counts as unfinished.
@@ -93,8 +108,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     instances: int = 8
     profile: str = DEFAULT_PROFILE
-    num_blocks: int = 0
-    block_size: int = 16
+    kv_tokens: int = 0
+    block_size: int = 0
     max_model_len: int = 131_072
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -106,6 +121,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     detector: bool = False
     promise_s: float = 0.0
     through_sidecars: bool = False
+    coast_s_max: float = 0.25
     sample_s: float = 1.0
     drain_s_max: float = 3600.0
     seed: int = 0
@@ -116,25 +132,30 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: names the setting.
         """
-        for name in ("instances", "routers", "block_size", "max_model_len"):
+        for name in ("instances", "routers", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1: {getattr(self, name)}")
-        for name in ("report_s", "tick_s", "sample_s", "drain_s_max"):
+        for name in ("report_s", "tick_s", "coast_s_max", "sample_s", "drain_s_max"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive: {getattr(self, name)}")
-        for name in ("event_lag_s", "promise_s", "batch_cap", "num_blocks"):
+        for name in ("event_lag_s", "promise_s", "batch_cap", "kv_tokens", "block_size"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
 
+    def resolved(self, trace_block_tokens: int) -> ReplayConfig:
+        """Return these settings with a block size for a trace."""
+        size = self.block_size or math.gcd(trace_block_tokens, COARSEST)
+        return msgspec.structs.replace(self, block_size=size)
+
     @property
     def engine(self) -> EngineConfig:
-        """The limits of each engine.
+        """The limits of each engine, once the block size is resolved.
 
         Raises:
             ValueError: the model does not fit, or not one request would.
         """
         profile = find_profile(self.profile)
-        num_blocks = self.num_blocks or profile.num_blocks(self.block_size)
+        num_blocks = self.kv_tokens // self.block_size or profile.num_blocks(self.block_size)
         room = (num_blocks - 1) * self.block_size
         return EngineConfig(
             num_blocks=num_blocks,

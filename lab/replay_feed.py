@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from controlplane.core.hashing import pack_hashes
+from lab.block_pool import BlockPool
 from lab.engine_types import BlocksRemoved, BlocksStored, CacheCleared, EngineEvent
 from schemas.bus import KvBatch, KvCleared, KvOp, KvRemoved, KvStored
 from schemas.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
@@ -41,84 +42,78 @@ class BlockFeed(Protocol):
 
 
 class DirectFeed:
-    """Makes batches of the engine's own names."""
+    """Makes batches of the engine's own names.
 
-    def __init__(self, instance_id: str, heartbeat_s: float = 1.0) -> None:
+    It keeps no set of its own: how many copies of a block there were before a step follows from
+    how many the engine has after it. Steps that touch no copies, nearly all, need no counting.
+    """
+
+    def __init__(self, instance_id: str, pool: BlockPool, heartbeat_s: float = 1.0) -> None:
         self._instance_id = instance_id
+        self._pool = pool
         self._heartbeat_s = heartbeat_s
-        self._held: set[int] = set()
-        self._more: Counter[int] = Counter()  # copies beyond the first
-        self._digest = 0
+        self._count = self._digest = 0
         self._seq = -1
         self._sent_s = float("-inf")
 
     def take(self, events: Sequence[EngineEvent], now_s: float) -> list[KvBatch]:
-        """Return the batch of a step's events, in their order."""
+        """Return the batch of a step's events; the step must be the engine's last one.
+
+        Stores come first: what was stored and removed within the step is gone, then.
+        """
+        stored: list[int] = []
+        removed: list[int] = []
         ops: list[KvOp] = []
         for event in events:
             if isinstance(event, BlocksStored):
-                self._store(event, ops)
+                stored += event.hashes
             elif isinstance(event, BlocksRemoved):
-                self._remove(event.hashes, ops)
+                removed += event.hashes
             else:
                 assert isinstance(event, CacheCleared)
-                self._held.clear()
-                self._more.clear()
+                assert not stored, "a cache is cleared between steps"
                 self._digest = 0
                 ops.append(KvCleared())
+        if self._copied(stored, removed):
+            stored, removed = self._net(stored, removed)
+        if stored:
+            ops.append(KvStored(self._told(stored)))
+        if removed:
+            ops.append(KvRemoved(self._told(removed)))
+        self._count = len(self._pool.cached)
         return [self._batch(ops, now_s)] if ops else []
 
     def heartbeat(self, now_s: float) -> list[KvBatch]:
         """Return an empty batch, if none was published for `heartbeat_s`."""
         return [self._batch([], now_s)] if now_s - self._sent_s >= self._heartbeat_s else []
 
-    def _store(self, event: BlocksStored, ops: list[KvOp]) -> None:
-        held, hashes, parent = self._held, event.hashes, event.parent
-        if held.isdisjoint(hashes):
-            held.update(hashes)
-            self._told(hashes, ops, parent)
-            return
-        run: list[int] = []
-        for each in hashes:
-            if each in held:
-                self._more[each] += 1
-                self._told(run, ops, parent)
-                run, parent = [], each
-            else:
-                held.add(each)
-                run.append(each)
-        self._told(run, ops, parent)
+    def _told(self, hashes: list[int]) -> bytes:
+        packed = pack_hashes(hashes)
+        self._digest ^= int(np.bitwise_xor.reduce(np.frombuffer(packed, "<u8")))
+        return packed
 
-    def _told(self, hashes: Sequence[int], ops: list[KvOp], parent: int | None) -> None:
-        if hashes:
-            packed = pack_hashes(hashes)
-            self._digest ^= _xor(packed)
-            ops.append(KvStored(packed, parent))
+    def _copied(self, stored: list[int], removed: list[int]) -> bool:
+        """Whether a block that was stored was there before, or one that was removed still is."""
+        twins, cached = self._pool.twins.keys(), self._pool.cached
+        return not (twins.isdisjoint(stored) and cached.isdisjoint(removed))
 
-    def _remove(self, hashes: Sequence[int], ops: list[KvOp]) -> None:
-        more = self._more
-        if more and not more.keys().isdisjoint(hashes):
-            last = []
-            for each in hashes:
-                if more.get(each):
-                    more[each] -= 1
-                    if not more[each]:
-                        del more[each]
-                else:
-                    last.append(each)
-            hashes = last
-        if hashes:
-            self._held.difference_update(hashes)
-            packed = pack_hashes(hashes)
-            self._digest ^= _xor(packed)
-            ops.append(KvRemoved(packed))
+    def _net(self, stored: list[int], removed: list[int]) -> tuple[list[int], list[int]]:
+        """Return the blocks that joined the cache by a step, and those that left it."""
+        pool, growth = self._pool, Counter(stored)
+        growth.subtract(removed)
+        joined, left = [], []
+        for each, more in growth.items():
+            after = 1 + len(pool.twins.get(each, ())) if each in pool.cached else 0
+            if after and after == more:
+                joined.append(each)
+            elif not after and more < 0:
+                left.append(each)
+        return joined, left
 
     def _batch(self, ops: list[KvOp], now_s: float) -> KvBatch:
         self._seq += 1
         self._sent_s = now_s
-        return KvBatch(
-            self._instance_id, EPOCH, self._seq, now_s, ops, len(self._held), self._digest
-        )
+        return KvBatch(self._instance_id, EPOCH, self._seq, now_s, ops, self._count, self._digest)
 
 
 class SidecarFeed:
@@ -163,8 +158,3 @@ class SidecarFeed:
         if isinstance(event, BlocksRemoved):
             return [BlockRemoved([name], medium="GPU") for name in event.hashes]
         return [AllBlocksCleared()]
-
-
-def _xor(packed: bytes) -> int:
-    """Return the XOR of packed hashes."""
-    return int(np.bitwise_xor.reduce(np.frombuffer(packed, "<u8")))

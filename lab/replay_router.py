@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from controlplane.core.decision import Decision, RouteRequest
-from controlplane.core.dispatch import Dispatcher, Ticket
+from controlplane.core.dispatch import Ticket
 from controlplane.core.effects import FetchSnapshot
 from controlplane.core.events import Event, Tick
 from controlplane.core.plane import Plane, PlaneConfig
@@ -60,30 +60,11 @@ class SimRouter:
         )
         self.plane = Plane(MODEL, self.name, EPOCH, plane_config, rng)
         if not own:
-            self._replace_policy(spec, config, plane_config, rng)
+            around = Surroundings(self.plane.fleet, config.engine, rng)
+            self.rival = BASELINES[spec.name](around, **spec.parameters)
+            # The same request path, filters and ties; only who ranks is another.
+            self.plane.requests._policy = self.rival
         self._begin(records)
-
-    def _replace_policy(
-        self, spec: PolicySpec, config: ReplayConfig, plane_config: PlaneConfig, rng: random.Random
-    ) -> None:
-        """Let a rival decide: the same request path with another policy in it."""
-        plane = self.plane
-        surroundings = Surroundings(plane.fleet, config.engine, rng)
-        self.rival = BASELINES[spec.name](surroundings, **spec.parameters)
-        plane.requests = Dispatcher(
-            fleet=plane.fleet,
-            ledger=plane.ledger,
-            index=plane.index,
-            verdicts=plane.verdicts,
-            outbox=plane.outbox,
-            policy=self.rival,
-            batch_cap=plane_config.batch_cap,
-            blind_s=plane_config.blind_s,
-            tier_credit=plane_config.tier_credit,
-            audit_candidates=plane_config.audit_candidates,
-            promise_s=plane_config.promise_s,
-            rng=rng,
-        )
 
     def _begin(self, records: list[InstanceRecord]) -> None:
         """Get to know the instances, all empty."""
@@ -116,7 +97,7 @@ class SimRouter:
         assert decision is not None, "there are instances"
         ticket = self.plane.requests.book(decision, now_s, now_s)
         if self.rival is not None:
-            self.rival.sent(decision.choice.index, request, decision.hit, now_s)
+            self.rival.sent(decision.choice.index, request, decision.hit)
         self._flush_soon()
         return ticket
 
@@ -141,7 +122,12 @@ class SimRouter:
             ttft_s=ttft_s,
         )
         if self.rival is not None:
-            self.rival.ended(ticket.decision.choice.index, ticket.decision.request.request_id)
+            took_s = now_s - ticket.booking.booked_s - ttft_s
+            tpot_s = took_s / max(output_tokens - 1, 1)
+            decision = ticket.decision
+            self.rival.ended(
+                decision.choice.index, decision.request.request_id, output_tokens, tpot_s
+            )
         self._flush_soon()
 
     # --- what it tells
