@@ -88,7 +88,7 @@ FOREIGN: dict[str, dict[str, str]] = {
     },
 }
 OPTIONAL: dict[str, str] = {"pyarrow": "audit"}
-"""Libraries of an extra, by its name: imported only where they are needed, with advice if absent."""
+"""Libraries of an extra, by its name: imported only where needed, with advice if absent."""
 DISTRIBUTIONS = {"nats": "nats-py", "prometheus_client": "prometheus-client", "zmq": "pyzmq"}
 
 # Events and the time come in, values and effects go out: no clock, no I/O, no environment.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, Any
 
 import msgspec
 import typer
@@ -99,7 +99,8 @@ async def _until_asked(task: asyncio.Future[None], seconds: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     asked = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([task, asked], timeout=seconds or None, return_when=asyncio.FIRST_COMPLETED)
+    waiting: list[asyncio.Future[Any]] = [task, asked]
+    await asyncio.wait(waiting, timeout=seconds or None, return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
     task.cancel()
     with suppress(asyncio.CancelledError):

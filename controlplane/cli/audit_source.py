@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
@@ -59,7 +59,7 @@ class Source(msgspec.Struct, frozen=True):
     since_wall_s: float
     follow: bool = False
 
-    async def records(self, kinds: Sequence[str], bus: Bus | None) -> AsyncIterator[Record]:
+    async def records(self, kinds: Sequence[str], bus: Bus | None) -> AsyncGenerator[Record, None]:
         """Yield the records, in the order of their times, from a file or from `bus`."""
         if bus is not None:
             async for record in recorded(
