@@ -130,6 +130,14 @@ class ServiceRig:
             self._card = "card"
         return self._card
 
+    async def swap_card(self, digest: str, **fields: Any) -> None:
+        """Give every instance another card, and wait until it is in use."""
+        objects = await self.bus.objects(subjects.MODELS)
+        await objects.put(digest, encode(msgspec.structs.replace(tiny_card(), **fields)))
+        for instance in list(self.served.plane.fleet):
+            await self.put(msgspec.structs.replace(instance.record, card=digest))
+        await until(lambda: self.served.card == digest)
+
     async def instance(
         self, name: str, behaviour: Behaviour | None = None, *, seen: bool = True, **fields: Any
     ) -> FakeEngine:

@@ -97,6 +97,10 @@ async def test_fields_of_unknown_types_are_the_engines_to_judge() -> None:
         assert rig.of_kind(Routed)[0].reason == "inexact:unsupported"
 
 
+def _outcomes(rig: ServiceRig) -> list[str]:
+    return [event.outcome for event in rig.of_kind(Finished)]
+
+
 async def test_a_failing_instance_is_left_for_another() -> None:
     """A 5xx before the first byte is retried elsewhere, and the booking moves along."""
     async with ServiceRig() as rig:
