@@ -115,6 +115,7 @@ def settled(cluster: Cluster) -> None:
     """Check that everybody knows the truth: nothing is on its way, and requests may be running."""
     for site in cluster.live_sites:
         _sidecar(site)
+        _booked(cluster, site)
     for router in cluster.routers:
         plane = router.plane
         assert plane is not None, f"{router.name} knows of no instance"
@@ -122,6 +123,8 @@ def settled(cluster: Cluster) -> None:
             _knows(router, plane, site)
         for other in cluster.routers:
             _knows_bookings(router, other)
+        for site in cluster.live_sites:
+            _foreign(router, plane, site)
         require(not router.inbox, f"{router.name} has messages left")
 
 
@@ -141,6 +144,30 @@ def _sidecar(site: Site) -> None:
     require(
         len(wrong) <= sidecar.mirror.doubtful,
         f"{site.name} publishes {len(wrong)} blocks that its engine lacks",
+    )
+
+
+def _booked(cluster: Cluster, site: Site) -> None:
+    """Every booking is a request that its engine has, and the other way round."""
+    assert site.engine is not None
+    booked = [
+        f"{ticket.booking.request_id}/{router.name}"
+        for router in cluster.routers
+        if router.plane is not None
+        for ticket in router.plane.requests.tickets.values()
+        if ticket.booking.instance_id == site.name
+    ]
+    running = site.engine.unfinished - site.engine.foreign
+    require(len(booked) == running, f"{site.name} has {running} requests, booked are {booked}")
+
+
+def _foreign(router: RouterProcess, plane: Plane, site: Site) -> None:
+    """What is taken for foreign load is that, and not somebody's bookings."""
+    assert site.engine is not None
+    believed, true = plane.ledger.of(site.name)["foreign"], site.engine.foreign
+    require(
+        0 <= believed <= true,
+        f"{router.name} takes {believed} requests on {site.name} for foreign, there are {true}",
     )
 
 

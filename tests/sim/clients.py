@@ -143,7 +143,7 @@ class Clients:
         assert engine is not None
         job = self.make_job(self._words(rng.randrange(4, 80)))
         self.foreign["made"] += 1
-        job = Job(f"foreign-{job.job_id}", job.prompt, job.answer)
+        job = msgspec.structs.replace(job, job_id=f"foreign-{job.job_id}", foreign=True)
         engine.do(engine.submit, job, _ignore, _nothing)
 
 

@@ -50,6 +50,7 @@ class Job(msgspec.Struct, frozen=True):
     prompt: Sequence[int]
     answer: Sequence[int]
     report_hits: bool = False
+    foreign: bool = False
 
 
 OnOutput = Callable[[Output], None]
@@ -117,6 +118,11 @@ class EngineProcess(Process):
     def unfinished(self) -> int:
         """Requests in its batch and its queue."""
         return self.core.running_count + self.core.waiting_count
+
+    @property
+    def foreign(self) -> int:
+        """Those of them that came from no router."""
+        return sum(job.foreign for job, _, _ in self._jobs.values())
 
     def submit(self, job: Job, on_output: OnOutput, on_broken: OnBroken) -> None:
         """Take a request; `on_broken` is called if this process dies first."""

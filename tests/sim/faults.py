@@ -54,7 +54,8 @@ class Faults:
         if undo is not None:
             self.done += 1
             most_s = self._until_s - self.world.now_s
-            lasts_s = min(self.world.rng.expovariate(1.0), most_s)
+            lasts_s = self.world.rng.expovariate(1.0 / self.cluster.settings.lasts_s)
+            lasts_s = min(lasts_s, most_s)
             self.world.after(lasts_s, undo)
         self._next()
 
@@ -208,6 +209,8 @@ class Faults:
         if site is None or site.sidecar is None:
             return None
         site.kill_sidecar()
+        if self.world.rng.random() < 0.3:
+            self.world.after(0.01, site.start_sidecar, self.cluster.skew())
         return lambda: site.start_sidecar(self.cluster.skew())
 
     def kill_router(self) -> Undo | None:
@@ -216,11 +219,9 @@ class Faults:
         if host.process is None:
             return None
         host.kill()
-
-        def undo() -> None:
-            host.start(self.cluster.skew())
-
-        return undo
+        if self.world.rng.random() < 0.3:  # by a supervisor, at once
+            self.world.after(0.01, host.start, self.cluster.skew())
+        return lambda: host.start(self.cluster.skew())
 
     def lose_router(self) -> Undo | None:
         """A router dies for good."""

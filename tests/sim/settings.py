@@ -15,8 +15,11 @@ class Settings(msgspec.Struct, frozen=True):
         instances: likewise.
         faults_s: how long the safety phase lasts, seconds.
         fault_every_s: mean time between two faults.
+        lasts_s: mean time until a fault is undone.
         kinds: names of the faults that may happen; empty for none.
         chats: clients that talk at the same time.
+        talk_in_quiet: whether they go on talking once the faults are over; if not, only heartbeats
+            can show what is missing.
         think_s: mean time between an answer and the next question.
         cancels: chance that a client leaves early.
         streamed: share of requests whose answers are streamed.
@@ -40,8 +43,10 @@ class Settings(msgspec.Struct, frozen=True):
     instances: int = 4
     faults_s: float = 8.0
     fault_every_s: float = 0.4
+    lasts_s: float = 1.0
     kinds: tuple[str, ...] = ()
     chats: int = 12
+    talk_in_quiet: bool = True
     think_s: float = 0.2
     cancels: float = 0.1
     streamed: float = 0.7

@@ -58,8 +58,10 @@ def draw(seed: int) -> Settings:
         instances=rng.choice([1, 2, 3, 4, 6]),
         faults_s=rng.uniform(3.0, 8.0),
         fault_every_s=rng.choice([0.1, 0.3, 0.8]),
+        lasts_s=rng.choice([0.3, 1.0, 3.0]),
         kinds=tuple(some),
         chats=rng.choice([3, 8, 16]),
+        talk_in_quiet=rng.random() < 0.6,
         think_s=rng.choice([0.05, 0.2, 0.5]),
         cancels=rng.choice([0.0, 0.1, 0.4]),
         streamed=rng.choice([0.0, 0.7, 1.0]),
@@ -137,8 +139,11 @@ class Simulation:
         self._pass(settings.faults_s)
         self.faults.end()
         quiet_s = world.now_s
-        self._pass(quiet_s + HEAL_S - FROZEN_S - 0.5)
-        cluster.clients.ask_at_length(2 * settings.instances)
+        if settings.talk_in_quiet:
+            self._pass(quiet_s + HEAL_S - FROZEN_S - 0.5)
+            cluster.clients.ask_at_length(2 * settings.instances)
+        else:
+            cluster.clients.stop()
         self._pass(quiet_s + HEAL_S - FROZEN_S)
         cluster.clients.stop()
         cluster.freeze()
