@@ -106,6 +106,7 @@ async def test_killing_the_leader_leaves_no_gap_in_a_standing_verdict() -> None:
 
         await steadily(barred, lambda: standby.leading)
         assert now() - died_s < 5.0
+        await eventually(lambda: standby.registrar.counts["written"] == 1, 0.5)  # renewed at once
         await for_s(3 * CONFIG.detector.ttl_s, barred)
         rig.router.ask(1, holders=8)
         await eventually(lambda: not rig.router.barred() and not other.barred())
@@ -122,6 +123,9 @@ async def test_a_leader_that_is_cut_off_says_nothing_more() -> None:
         await eventually(lambda: rig.router.barred() == {HOT})
         cut_off = rig.detectors["a"]
         rig.buses["a"].cut()
+        for _ in range(4):
+            cut_off.models[MODEL].detector.routed(routed(HOT + 1), now(), 0.0)
+        assert cut_off.models[MODEL].waiting == 1, "it decides, and nobody hears of it"
         await steadily(lambda: len(rig.leaders) <= 1, lambda: standby.leading)
         rig.router.ask(1, holders=8)
         await eventually(lambda: not rig.router.barred())
@@ -237,8 +241,8 @@ async def test_what_the_server_lost_is_written_again() -> None:
         leader = await rig.lead("a")
         standby = await rig.start("b")
         shelf = rig.broker.shelves[subjects.VERDICTS]
-        for _ in range(3):
-            shelf.write("m.drain-x", None)  # revisions pass by
+        operator = Operator(await rig.bus(), by="op")
+        await operator.policy(MODEL, "linear")
         rig.router.ask(4)
         await eventually(lambda: rig.router.barred() == {HOT})
         shelf.entries.clear()
@@ -249,12 +253,45 @@ async def test_what_the_server_lost_is_written_again() -> None:
         await eventually(lambda: shelf.live(KEY) is not None)
         await eventually(lambda: HOT in standby.models[MODEL].detector.standing)
         assert HOT in leader.models[MODEL].detector.standing
-        await Operator(await rig.bus(), by="op").policy(MODEL, "linear")
+        assert "policy" not in leader.models[MODEL].seen
+        shelf._revision = 0
+        await operator.policy(MODEL, "least_requests")
         await eventually(lambda: "policy" in leader.models[MODEL].seen)
         await eventually(lambda: "policy" in standby.models[MODEL].seen)
         rig.router.ask(1, holders=8)
         await eventually(lambda: not rig.router.barred())
         assert leader.registrar.counts["fenced"] == 0
+
+
+@in_virtual_time
+async def test_a_leader_that_was_overtaken_learns_what_was_written() -> None:
+    """Somebody wrote its entry unseen: it is fenced once, reads, and goes on renewing."""
+    async with Rig() as rig:
+        leader = await rig.lead("a")
+        rig.router.ask(4)
+        await eventually(lambda: rig.router.barred() == {HOT})
+        await leader._subscriptions[1].stop()
+        shelf = rig.broker.shelves[subjects.VERDICTS]
+        entry = shelf.live(KEY)
+        assert entry is not None
+        shelf.write(KEY, entry.value)
+        await for_s(3 * CONFIG.detector.ttl_s, lambda: rig.router.barred() == {HOT})
+        assert leader.registrar.counts["fenced"] == 1
+        assert leader.leading
+
+
+@in_virtual_time
+async def test_a_row_does_not_outlast_a_loss_of_the_bus() -> None:
+    """What was missed meanwhile may have broken it."""
+    async with Rig() as rig:
+        leader = await rig.lead("a")
+        rig.router.ask(3)
+        await eventually(lambda: MODEL in leader.models)
+        alarms = leader.models[MODEL].detector.alarms
+        await eventually(lambda: alarms and alarms[HOT].streak == 1)
+        rig.buses["a"].cut()
+        rig.buses["a"].heal()
+        assert alarms[HOT].streak == 0
 
 
 @in_virtual_time
@@ -332,6 +369,38 @@ async def test_a_successor_keeps_the_switch() -> None:
         await _keep_hot(rig, lambda: now() > lasts_until_s)
         assert _policy(rig) == "round_robin by detector"
         await eventually(lambda: _policy(rig) == "")
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_successor_that_knows_nothing_keeps_the_switch_for_its_time() -> None:
+    """It has seen no alarm; what its predecessor decided stays as long as it may."""
+    async with Rig() as rig:
+        await rig.lead("a")
+        await _keep_hot(rig, lambda: _policy(rig) == "round_robin by detector")
+        await rig.kill("a")
+        successor = await rig.lead("b")
+        stay_s = CONFIG.detector.trouble.stay_s
+        await for_s(stay_s - 5.0, lambda: _policy(rig) == "round_robin by detector")
+        assert successor.models[MODEL].switch.on
+        await eventually(lambda: _policy(rig) == "")
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_successor_leaves_an_operators_override_alone() -> None:
+    """It cannot know for how long the override has stood, so it grants the whole time."""
+    async with Rig() as rig:
+        await rig.lead("a")
+        await Operator(await rig.bus(), by="op").policy(MODEL, "linear", ttl_s=600.0)
+        await eventually(lambda: _policy(rig) == "linear by op")
+        standby = await rig.start("b")
+        await _keep_hot(rig, lambda: MODEL in standby.models)
+        await rig.kill("a")
+        await _keep_hot(rig, lambda: standby.leading and standby.models[MODEL].switch.on)
+        holds_until_s = now() + 30.0
+        await _keep_hot(rig, lambda: now() > holds_until_s)
+        assert _policy(rig) == "linear by op"
 
 
 @pytest.mark.slow
