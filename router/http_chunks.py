@@ -34,7 +34,8 @@ _SIZE_LINE_PREFIX: Final = re.compile(
 _TRAILER: Final = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
 
 _PLAIN_SIZE: Final = re.compile(rb"[0-9A-Fa-f]{1,15}")
-_PLAIN_SIZE_BYTES_MAX: Final = 17  # with the line break
+PLAIN_SIZE_BYTES_MAX: Final = 17
+"""How far into a chunk the line break after a plain size can reach."""
 
 _SIZE, _DATA, _BREAK, _TRAILERS, _DONE = range(5)
 
@@ -44,15 +45,20 @@ class ChunkError(Exception):
 
 
 class ChunkScanner:
-    """Follows one chunked body to its end."""
+    """Follows one chunked body to its end.
 
-    __slots__ = ("_between", "_kept", "_left", "_state")
+    Attributes:
+        between: no chunk has begun that is not complete; so a read that is exactly one chunk, as
+            nearly every read of a stream is, need not be fed (see `plain_size`).
+    """
+
+    __slots__ = ("_kept", "_left", "_state", "between")
 
     def __init__(self) -> None:
         self._state = _SIZE
         self._left = 0
         self._kept = b""
-        self._between = True  # in SIZE, and nothing kept
+        self.between = True
 
     def feed(self, data: bytes, content: list[bytes] | None = None) -> int:
         """Follow the body through `data`; O(chunks), not O(bytes).
@@ -67,13 +73,8 @@ class ChunkScanner:
         Raises:
             ChunkError: the bytes are not a chunked body; the scanner is of no further use.
         """
-        if self._between and content is None:  # Nearly every read of a stream is one whole chunk.
-            stop = data.find(b"\r\n", 0, _PLAIN_SIZE_BYTES_MAX)
-            size = _plain_size(data[:stop]) if stop > 0 else 0
-            if size and stop + size + 4 == len(data) and data.endswith(b"\r\n"):
-                return -1
         stop = self._follow(data, content)
-        self._between = self._state == _SIZE and not self._kept
+        self.between = self._state == _SIZE and not self._kept
         return stop
 
     def _follow(self, data: bytes, content: list[bytes] | None) -> int:
@@ -143,6 +144,6 @@ class ChunkScanner:
 
 
 @lru_cache(4096)
-def _plain_size(line: bytes) -> int:
-    """Return the size that a line without extension says, 0 if it does not say one."""
+def plain_size(line: bytes) -> int:
+    """Return the size that a size line without extension says, 0 if it is not one."""
     return int(line, 16) if _PLAIN_SIZE.fullmatch(line) else 0

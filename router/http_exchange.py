@@ -73,6 +73,9 @@ class Carrier(Protocol):
 
     exchange_write: Callable[[bytes], None]  # send bytes to the client
 
+    def exchange_started(self) -> None:
+        """The request's body is not needed any more."""
+
     def exchange_finished(self, keep_alive: bool) -> None:
         """The answer is complete; the connection may serve the next request."""
 
@@ -87,7 +90,7 @@ class Exchange:
         head: the parsed request head.
         method, target, path, query: of the request line, as sent (`query` without its `?`).
         headers: every header line, names in lower case.
-        body: the whole body, chunk framing removed.
+        body: the whole body, chunk framing removed; let go of when the answer begins.
         client: the client's address, as text.
         request_id: the client's X-Request-Id, or one made here.
         state: see the module's theory of operation.
@@ -247,8 +250,10 @@ class Exchange:
         Raises:
             RuntimeError: the exchange has been answered already.
         """
-        if self._begin():
+        if self._begin() and self._carrier is not None:
             self.write(data)
+            self.body = b""  # Nothing is retried from here on, and answers can be long.
+            self._carrier.exchange_started()
 
     def finish(self, keep_alive: bool) -> None:
         """End a streamed answer whose framing is complete; does nothing once closed.

@@ -201,8 +201,8 @@ class _Forward:
     __slots__ = (
         "_attempt",
         "_body",
-        "_body_bytes",
         "_call",
+        "_counted_bytes",
         "_ended",
         "_exchange",
         "_first_byte_s",
@@ -215,9 +215,9 @@ class _Forward:
         "_observer",
         "_response",
         "_response_lines",
+        "_room_bytes",
         "_scanner",
         "_started",
-        "_trim_at_bytes",
         "_write",
     )
 
@@ -250,9 +250,10 @@ class _Forward:
         self._started = False
         self._framed = True
         self._ended = False
-        self._body_bytes = 0
         self._last: list[bytes] = []
-        self._trim_at_bytes = _TRIM_EVERY_BYTES
+        # Body bytes passed so far: `_counted_bytes` + `_TRIM_EVERY_BYTES` - `_room_bytes`.
+        self._counted_bytes = -_TRIM_EVERY_BYTES
+        self._room_bytes = 0
 
     def begin(self, key: Hashable) -> None:
         """Send the request to its first instance, unless the client has left."""
@@ -290,15 +291,16 @@ class _Forward:
 
     def on_data(self, data: bytes) -> None:
         """Pass bytes of the body on to the client."""
-        if not self._started:
-            self._start(data)
-            self._tell(self._observer.on_first_byte, self._forwarder.clock())
-            return
         self._last.append(data)
-        self._body_bytes = body_bytes = self._body_bytes + len(data)
-        if body_bytes > self._trim_at_bytes:
+        room_bytes = self._room_bytes = self._room_bytes - len(data)
+        if room_bytes < 0:
             self._trim()
-        self._write(data)
+            if not self._started:
+                self._start(data)
+                self._tell(self._observer.on_first_byte, self._forwarder.clock())
+                return
+        write = self._write  # A call through a local name is cheaper; this runs once a token.
+        write(data)
 
     def on_end(self) -> None:
         """Complete the client's answer."""
@@ -377,7 +379,8 @@ class _Forward:
             tail = b"".join(self._last)[-TAIL_BYTES_MAX:]
             if response.chunked:
                 tail = _CHUNK_BREAK.sub(b"", b"\r\n" + tail)
-        self._tell(self._observer.on_end, outcome, status, self._body_bytes, now_s, tail)
+        body_bytes = self._counted_bytes + _TRIM_EVERY_BYTES - self._room_bytes
+        self._tell(self._observer.on_end, outcome, status, body_bytes, now_s, tail)
 
     def _tell(self, method: Callable[..., None], *args: object) -> None:
         """Call the observer; its faults are logged, and must not cost the client its answer."""
@@ -393,8 +396,9 @@ class _Forward:
         response, exchange = self._response, self._exchange
         assert response is not None
         self._started = True
-        self._last.append(data)
-        self._body_bytes = len(data)
+        self._body = b""
+        if self._call is not None:
+            self._call.body = b""
         head = self._response_head(response)
         if response.chunked and not exchange.head.http11:
             self._scanner = ChunkScanner()
@@ -414,7 +418,8 @@ class _Forward:
     def _trim(self) -> None:
         """Keep no more of the body than its tail."""
         self._last = [b"".join(self._last)[-TAIL_BYTES_MAX:]]
-        self._trim_at_bytes = self._body_bytes + _TRIM_EVERY_BYTES
+        self._counted_bytes += _TRIM_EVERY_BYTES - self._room_bytes
+        self._room_bytes = _TRIM_EVERY_BYTES
 
     def _response_head(self, response: ResponseHead) -> bytes:
         """Return the head for the client: the engine's, but for what ends at this hop."""

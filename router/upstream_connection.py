@@ -23,7 +23,7 @@ import asyncio
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Final
 
-from router.http_chunks import ChunkError, ChunkScanner
+from router.http_chunks import PLAIN_SIZE_BYTES_MAX, ChunkError, ChunkScanner, plain_size
 from router.http_head import HeadError, ResponseHead
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_on_data",
         "_pool",
         "_reused",
-        "_scan",
+        "_scanner",
         "_transport",
         "heard",
         "idle_since_s",
@@ -91,7 +91,7 @@ class UpstreamConnection(asyncio.Protocol):
     )
 
     _transport: asyncio.Transport
-    _scan: Callable[[bytes], int]  # the present body's scanner
+    _scanner: ChunkScanner  # the present body's
     _on_data: Callable[[bytes], None]  # the present call's sink
 
     def __init__(self, pool: UpstreamPool, instance: Instance) -> None:
@@ -118,15 +118,14 @@ class UpstreamConnection(asyncio.Protocol):
         state = self.state
         if state is _CHUNKED:
             self.heard = True
-            try:
-                stop = self._scan(data)
-            except ChunkError:
-                self._fail(ErrorKind.BAD_RESPONSE)
-                return
-            if stop < 0:
-                self._on_data(data)
+            stop = data.find(b"\r\n", 0, PLAIN_SIZE_BYTES_MAX)
+            size = plain_size(data[:stop])
+            whole = size and stop + size + 4 == len(data) and data.endswith(b"\r\n")
+            if whole and self._scanner.between:
+                on_data = self._on_data  # A call through a local name is cheaper.
+                on_data(data)
             else:
-                self._last_data(data, stop)
+                self._scan(data)
         elif state is _HEAD:
             self._read_head(self._held + data if self._held else data)
         elif state is _LENGTH:
@@ -242,11 +241,23 @@ class UpstreamConnection(asyncio.Protocol):
         if call.bodiless or head.status in _BODILESS:
             self.state, self._left = _LENGTH, 0
         elif head.chunked:
-            self.state, self._scan = _CHUNKED, ChunkScanner().feed
+            self.state, self._scanner = _CHUNKED, ChunkScanner()
         elif call.length is not None:
             self.state, self._left = _LENGTH, call.length
         else:
             self.state = _UNTIL_EOF
+
+    def _scan(self, data: bytes) -> None:
+        """Pass on a chunked body's bytes that are not just one chunk."""
+        try:
+            stop = self._scanner.feed(data)
+        except ChunkError:
+            self._fail(ErrorKind.BAD_RESPONSE)
+            return
+        if stop < 0:
+            self._on_data(data)
+        else:
+            self._last_data(data, stop)
 
     def _last_data(self, data: bytes, stop: int) -> None:
         """Pass on the body's last bytes, and end the call unless its sink just did."""

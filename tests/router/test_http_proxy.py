@@ -71,6 +71,20 @@ async def test_each_event_is_passed_on_at_once() -> None:
 
 
 @on_uvloop
+async def test_request_body_is_let_go_with_the_first_byte() -> None:
+    """A long answer does not hold a long prompt in memory: it cannot be sent again anyway."""
+    async with Rig(Behaviour(mode=Mode.STALL)) as rig:
+        client = await rig.connect()
+        client.send(request("/v1?mode=stall&delay_s=0.05", b"x" * 100_000))
+        await until(lambda: rig.server.buffered_bytes)
+        await client.read_until(EVENT % 1)
+        assert rig.server.buffered_bytes == 0
+        (call,) = rig.pool._calls
+        assert call.body == b""
+        client.abort()
+
+
+@on_uvloop
 async def test_http10_client_gets_plain_content() -> None:
     """A client that knows no chunks gets their content and the connection's end."""
     async with Rig(Behaviour(mode=Mode.STREAM)) as rig:
