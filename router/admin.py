@@ -54,6 +54,7 @@ class Admin:
             served.model: {
                 "policy": served.plane.config.policy,
                 "card": served.card,
+                "bus_connected": served.plane.bus_connected,
                 "instances": [self._instance(served, instance) for instance in served.plane.fleet],
                 "index_blocks": len(served.plane.index),
                 "tickets": len(served.plane.requests.tickets),

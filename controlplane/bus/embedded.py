@@ -140,6 +140,10 @@ class EmbeddedNats:
         """Kill it as a crash would; `start` brings it back on the same port and files."""
         await self._end(signal.SIGKILL)
 
+    def wipe(self) -> None:
+        """Remove what JetStream keeps, as if the disk were lost. Call while it does not run."""
+        shutil.rmtree(self._store_dir, ignore_errors=True)
+
     async def restart(self) -> None:
         """Shut it down in order and start it again on the same port and files."""
         await self._end(signal.SIGTERM)

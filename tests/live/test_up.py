@@ -17,13 +17,13 @@ from openai import AsyncOpenAI
 
 from controlplane.bus import NatsBus
 from controlplane.doctor import doctor
-from controlplane.http_client import HttpClient
 from lab.generators import generate
 from lab.load import Planned, plan, run_load
 from lab.stack import LocalStack, StackOptions
 from lab.summary import Summary, summarize
 from lab.traces import sample_trace
 from lab.view import BusView
+from tests.live.chaos_rig import agree
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -161,43 +161,19 @@ async def _chat(client: AsyncOpenAI, text: str, **more: Any) -> Any:
 async def test_two_routers_agree_and_answer_clients() -> None:
     """Both routers see the same blocks and load; real clients stream; the doctor finds nothing."""
     options = StackOptions(engines=3, routers=2, engine_flags=("--speed", "20"))
-    async with LocalStack(options) as stack, HttpClient() as http:
+    async with LocalStack(options) as stack:
         async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
             answers = await asyncio.gather(*(_chat(client, f"chat {n} " * 30) for n in range(24)))
             assert all(answer.usage.completion_tokens == 12 for answer in answers)
             stream = await _chat(client, "stream " * 30, stream=True)
             chunks = [chunk async for chunk in stream]
             assert chunks[-1].choices[0].finish_reason in ("length", "stop")
-        await _agree(stack, http)
+        await agree(stack, within_s=20.0)
         bus = await NatsBus.connect(stack.nats_url, name="doctor")
         findings = [finding async for finding in doctor(bus, stack.admin_urls[0], None)]
         await bus.close()
         assert not [finding for finding in findings if not finding.ok], findings
         assert len(findings) == 1 + 5 * 3
-
-
-async def _agree(stack: LocalStack, http: HttpClient) -> None:
-    """Wait until both routers' indices equal every engine's own blocks, and nothing is booked."""
-    end_s = time.monotonic() + 20.0
-    while True:
-        differences = []
-        for instance in stack.fleet.instances:
-            truth = await http.get(f"{instance.url}/debug/blocks")
-            for admin in stack.admin_urls:
-                seen = await http.get(f"{admin}/debug/blocks?instance={instance.name}")
-                if set(seen["blocks"]) != set(truth["block_hashes"]):
-                    differences.append((instance.name, admin))
-        for admin in stack.admin_urls:
-            state = await http.get(f"{admin}/debug/state")
-            differences += [
-                (seen["instance"], admin)
-                for seen in state["models"]["tiny"]["instances"]
-                if seen["batch_size"] or seen["queued_tokens"]
-            ]
-        if not differences:
-            return
-        assert time.monotonic() < end_s, differences
-        await asyncio.sleep(0.1)
 
 
 async def test_the_load_generator_counts_what_fails() -> None:

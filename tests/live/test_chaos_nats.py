@@ -1,0 +1,101 @@
+"""NATS that is not there at the start, and a cluster of it that loses a node, under traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from controlplane.bus import BusError, NatsBus
+from controlplane.bus.embedded import EmbeddedNats
+from controlplane.bus.layout import layout
+from controlplane.bus.setup import describe, ensure
+from controlplane.http_client import HttpClient, HttpError
+from lab.stack import LocalStack, StackOptions
+from tests.live.chaos_rig import eventually, steady
+
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(120)]
+
+ENGINE_FLAGS = ("--speed", "10", "--blocks", "1024", "--max-model-len", "2048")
+PLAN = layout(replicas=3, storage="memory", size=0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+async def test_nats_is_down_from_the_start() -> None:
+    """Everything starts and says what it waits for; once NATS is there, it all comes together."""
+    options = StackOptions(engines=0, routers=0, port=free_ports(1)[0], engine_flags=ENGINE_FLAGS)
+    async with AsyncExitStack() as context:
+        server = await context.enter_async_context(EmbeddedNats())
+        await server.kill()
+        stack = LocalStack(msgspec.structs.replace(options, nats=server.url))
+        context.push_async_callback(stack.close)
+        http = await context.enter_async_context(HttpClient())
+        await asyncio.gather(stack.fleet.start(2), stack.start_router(), stack.start_router())
+        await stack.start_sidecars(stack.fleet.instances)
+        await http.get(f"{stack.url}/health")
+        with pytest.raises(HttpError, match="no instance has registered yet") as refused:
+            await http.post(f"{stack.url}/v1/completions", {"model": "tiny", "prompt": [1]})
+        assert refused.value.status == 503
+        assert "no connection to" in stack.sidecars[0].log()
+        await server.start()
+        bus = await NatsBus.connect(server.url)
+        await ensure(bus, layout(size=0.25))
+        await bus.close()
+        await stack.ready(2)
+        async with steady(stack):
+            pass
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[list[EmbeddedNats]]:
+    """Three servers that hold everything thrice."""
+    ports = free_ports(3)
+    routes = ",".join(f"nats-route://127.0.0.1:{port}" for port in ports)
+    async with AsyncExitStack() as context:
+        servers = []
+        for number, port in enumerate(ports):
+            arguments = ("--name", f"n{number}", "--cluster_name", "plane", "--routes", routes)
+            server = EmbeddedNats(
+                store_dir=tmp_path / str(number),
+                args=(*arguments, "--cluster", f"nats://127.0.0.1:{port}"),
+            )
+            servers.append(await context.enter_async_context(server))
+        yield servers
+
+
+async def test_a_cluster_of_three_loses_a_node(cluster: list[EmbeddedNats]) -> None:
+    """Whatever was connected to the dead node goes on at another one, with everything there."""
+    bus = await NatsBus.connect([server.url for server in cluster])
+
+    async def copies() -> int:
+        with suppress(BusError):
+            await ensure(bus, PLAN)
+            return min(holding.current for holding in await describe(bus, PLAN))
+        return 0
+
+    await eventually(copies, 3, "every copy is there", within_s=60.0)
+    urls = ",".join(server.url for server in cluster)
+    options = StackOptions(engines=2, routers=2, engine_flags=ENGINE_FLAGS, nats=urls)
+    async with LocalStack(options) as stack:
+        (server,) = [each for each in cluster if f"at {each.url}" in stack.routers[0].log()]
+        async with steady(stack) as flow:
+            await server.kill()
+            await flow.answered(200)
+            await server.start()
+        assert "the bus is connected" in stack.routers[0].log()
+    await bus.close()
