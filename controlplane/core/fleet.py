@@ -40,6 +40,7 @@ class Instance:
         resync_attempt: tries since the set was last exact.
         fetch: the snapshot that was asked for and has neither come nor failed; 0 for none.
         fetch_due_s: when it is asked for.
+        wrongs: how often its set was wrong as it came, last at `wrong_s`.
         drained: an operator's drain is in force.
         blacklisted_until_s: an operator's blacklist is in force until then.
     """
@@ -66,6 +67,8 @@ class Instance:
         "shadow_of",
         "slots",
         "trust",
+        "wrong_s",
+        "wrongs",
     )
 
     def __init__(self, record: InstanceRecord, row: int, now_s: float) -> None:
@@ -85,6 +88,8 @@ class Instance:
         self.resync_attempt = 0
         self.fetch = 0
         self.fetch_due_s = 0.0
+        self.wrongs = 0
+        self.wrong_s = float("-inf")
         self.drained = False
         self.drain_revision = -1
         self.breaker_open = False

@@ -31,6 +31,9 @@ from schemas.bus import KvBatch, KvCleared, KvStored, SnapshotChunk
 HEARD_S = 2.0
 """An instance of which nothing came for this long, twice its heartbeat, is silent."""
 
+FORGIVEN_S = 60.0
+"""A set that did not add up, or found no room, is forgotten after this long."""
+
 ALARMING_ATTEMPT = 3
 """Earlier tries to get a snapshot fail for no other reason than that both sides just came back."""
 
@@ -42,16 +45,20 @@ class IntakeConfig(msgspec.Struct, frozen=True):
         first_delay_s_max: a first snapshot is asked for after a random part of this, so that many
             routers, or one router with many instances, do not ask at the same moment.
         retry_s: wait before the second try; doubles with each further one.
-        retry_s_max: longest wait between tries while the instance is silent.
+        retry_s_max: longest wait between tries while the instance is silent. Long, since a sign of
+            life ends it, and tries at many silent instances would hold up the others.
         retry_heard_s: the same while it is heard of. Together with a router's
             `snapshot_timeout_s` it bounds how long a set stays wrong after the last fault.
+        retry_wrong_s_max: the same where sets came, but did not add up or found no room: more
+            than once within `FORGIVEN_S`, and to fetch them again and again would not help.
         tiers_max: memory tiers an instance may have; blocks of further ones are ignored.
     """
 
     first_delay_s_max: float = 0.1
     retry_s: float = 0.2
-    retry_s_max: float = 10.0
+    retry_s_max: float = 60.0
     retry_heard_s: float = 0.5
+    retry_wrong_s_max: float = 10.0
     tiers_max: int = 3
 
 
@@ -95,7 +102,8 @@ class BlockIntake:
         """Do what follows from a sign of life."""
         instance.heard_s = now_s
         effects = self._follow(instance, step, now_s)
-        if instance.fetch and instance.fetch_due_s - now_s > self.config.retry_heard_s:
+        waits_s = instance.fetch_due_s - now_s if instance.fetch else 0.0
+        if waits_s > self.config.retry_heard_s and not self._often_wrong(instance, now_s):
             effects += self._ask(instance, "it is heard of again", now_s, anew=True)
         return effects + self.settle(instance, now_s)
 
@@ -109,10 +117,21 @@ class BlockIntake:
             wrong = self._apply(instance, batch)
             if wrong:
                 instance.follower.distrust()
-                lost = wrong
+                lost = self._wrong(instance, wrong, now_s)
                 break
         self.fleet.refresh(instance, now_s)
         return self._ask(instance, lost, now_s) if lost else []
+
+    def _wrong(self, instance: Instance, what: str, now_s: float) -> str:
+        """Remember that an instance's set was wrong as it came; returns `what`."""
+        if now_s - instance.wrong_s > FORGIVEN_S:
+            instance.wrongs = 0
+        instance.wrongs += 1
+        instance.wrong_s = now_s
+        return what
+
+    def _often_wrong(self, instance: Instance, now_s: float) -> bool:
+        return instance.wrongs > 1 and now_s - instance.wrong_s <= FORGIVEN_S
 
     def _apply(self, instance: Instance, batch: KvBatch) -> str:
         """Change the index as a batch says; returns what is wrong, empty if nothing is."""
@@ -204,13 +223,16 @@ class BlockIntake:
 
     def _delay_s(self, instance: Instance, now_s: float) -> float:
         """Return how long to wait before a try: a random part, so that routers do not agree."""
-        config = self.config
+        config, rng = self.config, self._rng
+        if self._often_wrong(instance, now_s):
+            longest_s = config.retry_s * 2.0 ** min(instance.wrongs, 16)
+            return min(longest_s, config.retry_wrong_s_max) * rng.uniform(0.5, 1.0)
         if instance.resync_attempt == 1:
-            return self._rng.uniform(0.0, config.first_delay_s_max)
+            return rng.uniform(0.0, config.first_delay_s_max)
         silent = now_s - instance.heard_s > HEARD_S
         most_s = config.retry_s_max if silent else config.retry_heard_s
         longest_s = config.retry_s * 2.0 ** min(instance.resync_attempt - 2, 16)
-        return min(longest_s, most_s) * self._rng.uniform(0.5, 1.0)
+        return min(longest_s, most_s) * rng.uniform(0.5, 1.0)
 
     def join(self, instance: Instance, now_s: float) -> list[Effect]:
         """Begin with an instance that has just become known: its set may be old and large."""
@@ -243,7 +265,7 @@ class BlockIntake:
         if chunk.hashes and chunk.tier < self.config.tiers_max:
             wrong = self._store(instance.shadow, chunk.tier, chunk.hashes, live=False)
             if wrong:
-                return self.failed(instance, wrong, now_s)
+                return self.failed(instance, self._wrong(instance, wrong, now_s), now_s)
         if chunk.index + 1 < chunk.chunks:
             return []
         return self._complete(instance, chunk, now_s)
@@ -252,7 +274,8 @@ class BlockIntake:
         """Replace the applied set by a snapshot whose last chunk has come."""
         if self._sums(instance.shadow) != (last.count, last.digest):
             self.counts["digest_mismatch"] += 1
-            return self.failed(instance, "the snapshot differs from its own digest", now_s)
+            wrong = self._wrong(instance, "the snapshot differs from its own digest", now_s)
+            return self.failed(instance, wrong, now_s)
         follower = instance.follower
         instance.fetch = 0
         if follower.outdated(last.epoch, last.seq):

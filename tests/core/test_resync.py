@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from controlplane.core.effects import Effect, FetchSnapshot
 from controlplane.core.events import BusState, SnapshotFailed, Tick
+from controlplane.core.hashing import pack_hashes
 from controlplane.core.plane import Plane
 from controlplane.core.stream import Trust
+from schemas.bus import KvStored
 from tests.core.plane_helpers import Publisher, plane, prompt, record
 
 
@@ -169,3 +171,31 @@ def test_a_failed_snapshot_is_no_sign_of_life() -> None:
     assert instance is not None
     assert instance.trust is Trust.STALE
     assert not made.fleet.trusted[instance.row]
+
+
+def test_a_set_that_is_always_wrong_is_asked_for_ever_more_rarely() -> None:
+    """An index without room, or a sidecar that counts wrongly, must not mean a flood of sets."""
+    made, publisher = plane("a"), Publisher("a")
+    publisher.batch()
+    instance = made.fleet.get("a")
+    assert instance is not None
+    now_s, asked_s = 0.0, []
+    for _ in range(600):
+        now_s += 0.1
+        effects = made.handle(publisher.batch(KvStored(pack_hashes(prompt(5)))), now_s)
+        if not instance.follower.exact and instance.fetch and instance.fetch_due_s <= now_s:
+            asked_s.append(now_s)
+            for chunk in publisher.snapshot():
+                effects += made.handle(chunk, now_s)
+    assert made.intake.counts["digest_mismatch"] > 5
+    assert len(asked_s) < 20
+    assert asked_s[-1] - asked_s[-2] > 4.0
+
+
+def test_a_set_that_is_wrong_once_is_asked_for_at_once() -> None:
+    """One mishap costs no time."""
+    made, publisher = plane("a"), Publisher("a")
+    publisher.batch()
+    made.handle(SnapshotFailed("a", "settle the join"), 0.1)
+    (fetch,) = _asked(made.handle(publisher.batch(KvStored(pack_hashes(prompt(5)))), 0.2))
+    assert fetch.after_s <= made.config.intake.first_delay_s_max

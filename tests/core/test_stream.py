@@ -146,6 +146,36 @@ def test_the_position_is_that_of_the_applied_set() -> None:
     assert follower.position is None
 
 
+def test_an_older_epoch_counts_once_the_record_names_it_and_a_batch_of_it_came() -> None:
+    """In either order: then the followed epoch is void, and whatever is kept of it."""
+    first = exact_at(3, epoch=5)
+    assert first.receive(batch(0, epoch=2)) == NOTHING
+    step = first.named(2)
+    assert (step.restart, bool(step.lost), first.epoch, first.exact) == (True, True, -1, False)
+    second = exact_at(3, epoch=5)
+    assert second.named(2) == NOTHING
+    assert (second.epoch, second.exact) == (5, True)
+    assert second.receive(batch(0, epoch=2)).restart
+    assert (second.epoch, second.exact) == (2, True)
+
+
+def test_a_record_that_names_the_followed_epoch_or_a_newer_one_changes_nothing() -> None:
+    """Records and batches have no common order: either may be first to tell of a new epoch."""
+    follower = exact_at(3, epoch=5)
+    for epoch in (5, 6):
+        assert follower.named(epoch) == NOTHING
+    assert (follower.epoch, follower.seq, follower.exact) == (5, 3, True)
+
+
+def test_what_was_named_before_the_present_epoch_began_is_forgotten() -> None:
+    """A record of the old epoch that was late does not make its stragglers count."""
+    follower = exact_at(3, epoch=5)
+    follower.named(4)
+    follower.receive(batch(0, epoch=6))
+    assert follower.receive(batch(9, epoch=4)) == NOTHING
+    assert (follower.epoch, follower.exact) == (6, True)
+
+
 # --- bounds
 
 
