@@ -160,6 +160,7 @@ class Attempt:
         if engine is None:
             self._back(self._on_refused, Outcome.CONNECT_FAILED, 0)
             return
+        self._engine = engine
         self._back(self._on_connected)
         engine.do(self._begin, engine)
 
@@ -167,7 +168,6 @@ class Attempt:
         if engine.world.chance(engine.refusing):
             self._back(self._on_refused, Outcome.STATUS_5XX, 500)
             return
-        self._engine = engine
         engine.submit(self._job, self._output, self._broken)
 
     def _output(self, output: Output) -> None:
