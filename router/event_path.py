@@ -30,6 +30,7 @@ from controlplane.core.stream import Trust
 from router.config import RouterConfig
 from router.directory import Directory, ServedModel
 from router.standing import StandingVerdicts
+from router.template_habits import habits_of
 from router.tokens import PromptReader
 from schemas import bus as messages
 from schemas import subjects
@@ -243,10 +244,7 @@ class EventPath:
                 try:
                     data = await self._cards.get(digest)
                     if data is not None:
-                        card = messages.decode_card(data)
-                        served.reader = await asyncio.to_thread(self._make_reader, card)
-                        served.card, served.block_size = digest, card.block_size
-                        logger.info("model card %s of %s is in use", digest[:12], served.model)
+                        await self._use_card(served, digest, messages.decode_card(data))
                         return
                 except BusError as error:
                     logger.debug("model card %s: %s", digest[:12], error)
@@ -258,6 +256,21 @@ class EventPath:
                 wait_s = min(2 * wait_s, 5.0)
         finally:
             self._loading.discard(digest)
+
+    async def _use_card(self, served: ServedModel, digest: str, card: messages.ModelCard) -> None:
+        """Read prompts by a card from now on; a reader is made only if it would differ."""
+        if served.reads_alike(card):
+            served.keep_reader(digest)
+        else:
+            reader = await asyncio.to_thread(self._make_reader, card)
+            served.use(digest, card, reader, await asyncio.to_thread(habits_of, card))
+            if reader.problem:
+                logger.warning(
+                    "prompts for %s cannot be read exactly, and are routed by load: %s",
+                    served.model,
+                    reader.problem,
+                )
+        logger.info("model card %s of %s is in use", digest[:12], served.model)
 
     def _verdict_entry(self, entry: Entry) -> None:
         """A verdict was made, changed or lifted."""

@@ -150,6 +150,7 @@ class RouterProcess:
         for name in stats.__slots__:
             shown = "loop_lag_seconds" if name == "loop_lag_s" else f"http_{name}_total"
             yield Sample(shown, "See router.http_server.ServerStats.", getattr(stats, name))
+        yield Sample("asyncio_tasks", "Tasks of the event loop.", len(asyncio.all_tasks()))
         yield Sample("http_connections_open", "From clients.", self._server.connections_open)
         yield Sample("upstream_calls_open", "Requests at engines.", self._pool.calls_open)
         for name, value in self._pool.counts.items():

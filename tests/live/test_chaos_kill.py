@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from controlplane.bus import NatsBus
+from controlplane.bus import BusError, NatsBus
 from controlplane.http_client import HttpClient
 from controlplane.operator import Operator
 from lab.stack import LocalStack, StackOptions
@@ -103,12 +103,19 @@ async def test_nats_dies_and_loses_its_files(stack: LocalStack) -> None:
             rows = [row for state in states for row in state["models"]["tiny"]["instances"]]
             return {row["drained"] for row in rows if row["instance"] == "engine-1"}
 
+        async def registered() -> bool:
+            try:
+                return "engine-1" in {each.instance_id for each in await operator.instances()}
+            except BusError:
+                return False
+
         await eventually(drained, {True}, "the drain is obeyed")
         await server.kill()
         server.wipe()
         await flow.answered(100)
         await server.start()
         await eventually(drained, {False}, "what the server forgot does not stand")
+        await eventually(registered, True, "sidecars register anew")
         await operator.drain("engine-1", on=True)
         await eventually(drained, {True}, "a new drain is obeyed")
         await operator.drain("engine-1", on=False)

@@ -146,7 +146,7 @@ class _EngineConnection(asyncio.Protocol):
         self._idle_handle: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
+        self.transport = transport
         self._engine.connections += 1
         self._engine.open.add(self)
 

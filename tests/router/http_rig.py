@@ -129,12 +129,14 @@ class Books:
         events: what was told, in order: `first_byte`, (`attempt`, key, outcome, status), `end`.
         outcome, status, body_bytes, tail: of the end.
         asked: the attempts and reasons it was asked for another instance with.
+        given: how often it had one.
     """
 
     def __init__(self, keys: list[Hashable]) -> None:
         self.keys = keys
         self.events: list[Any] = []
         self.asked: list[tuple[int, Outcome]] = []
+        self.given = 0
         self.outcome: Outcome | None = None
         self.status = -1
         self.body_bytes = -1
@@ -143,7 +145,10 @@ class Books:
     def next_upstream(self, attempt: int, reason: Outcome) -> Hashable | None:
         """Return the next of the keys."""
         self.asked.append((attempt, reason))
-        return self.keys.pop(0) if self.keys else None
+        if not self.keys:
+            return None
+        self.given += 1
+        return self.keys.pop(0)
 
     def on_first_byte(self, now_s: float) -> None:
         """Write it down."""

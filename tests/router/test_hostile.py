@@ -266,7 +266,7 @@ class _Idle(asyncio.Protocol):
         return protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
+        self.transport = transport
         self.transport.write(request("/local"))
 
     def data_received(self, data: bytes) -> None:
@@ -311,7 +311,7 @@ def test_random_aborts_leave_nothing(requests: int) -> None:
                 assert instance.connections_open == instance.connections_idle
             for books in rig.books:
                 booked = [event for event in books.events if event[0] == "attempt"]
-                assert len(booked) == len(books.asked) + 1
+                assert len(booked) == books.given + 1
             assert len(rig.books) > requests / 4
             assert not faults.found
 

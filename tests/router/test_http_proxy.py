@@ -401,7 +401,7 @@ async def test_client_that_does_not_read_stops_its_engine_only() -> None:
     async with Rig(behaviour, server=limits) as rig:
         lazy = await rig.connect(limit=1024)
         lazy.send(request("/v1"))
-        lazy.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        lazy.writer.transport.pause_reading()
         await until(lambda: rig.server._connections)
         connection = next(iter(rig.server._connections))
         await until(lambda: connection._behind)

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -247,13 +248,14 @@ async def test_client_that_leaves_is_noticed() -> None:
             client = await rig.connect()
             client.send(request("/hold") + request("/local"))
             await until(lambda: rig.held)
-            exchange, gone = rig.held.pop(), []
-            exchange.on_client_gone(lambda gone=gone: gone.append(1))  # type: ignore[misc]
+            exchange = rig.held.pop()
+            gone: list[int] = []
+            exchange.on_client_gone(partial(gone.append, 1))
             leave(client)
-            await until(lambda gone=gone: gone)  # type: ignore[misc]
+            await until(gone.copy)
             assert exchange.closed
             exchange.respond(200)
-            exchange.on_client_gone(lambda gone=gone: gone.append(2))  # type: ignore[misc]
+            exchange.on_client_gone(partial(gone.append, 2))
             assert gone == [1, 2]
         await until(lambda: rig.server.connections_open == 0)
         assert rig.server.stats.clients_gone == 3
@@ -361,7 +363,7 @@ async def test_client_that_does_not_read_is_dropped() -> None:
     limits = ServerLimits(write_stall_s=0.2, tick_s=0.02, write_buffer_bytes=10_000)
     async with Rig(server=limits) as rig:
         client = await rig.connect(limit=1024)
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.transport.pause_reading()
         client.send(request("/big", method="GET") * 1000)
         await until(lambda: rig.server.connections_open)
         connection = next(iter(rig.server._connections))
