@@ -21,8 +21,8 @@ class ChildStartError(RuntimeError):
     """A child ended, or said nothing, instead of serving; carries what it wrote."""
 
 
-def _end_with_parent() -> None:
-    """Run in the child before exec: the kernel ends it when its parent dies."""
+def end_with_parent() -> None:
+    """Run in the child before exec, or at its start: the kernel ends it when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -69,7 +69,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=self._log,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         assert self._process.stdout is not None
         try:

@@ -10,7 +10,7 @@ from controlplane.core.detector import BLIND_POLICIES
 from controlplane.core.policies import POLICIES, make_policy
 from lab.baselines import BASELINES
 from lab.engine_types import EngineConfig
-from lab.profiles import DEFAULT_PROFILE, find_profile
+from lab.profiles import DEFAULT_PROFILE, StepTimes, find_profile
 
 COARSEST = 512
 """Largest block size that is taken over from a trace."""
@@ -86,6 +86,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         instances: emulated engines, all alike.
         profile: GPU/MODEL, for step times and KV capacity.
+        step_times: measured ones instead of the profile's (`lab.calibrate`).
         kv_tokens: KV capacity of each; 0 for what the GPU's memory has room for.
         block_size: tokens a block; 0 for the trace's own, but at most `COARSEST`: a trace that says
             what is shared by the 512 tokens has nothing finer to tell (docs/evaluation.md).
@@ -108,6 +109,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     instances: int = 8
     profile: str = DEFAULT_PROFILE
+    step_times: StepTimes | None = None
     kv_tokens: int = 0
     block_size: int = 0
     max_model_len: int = 131_072
@@ -142,6 +144,12 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
 
+    @property
+    def fleet(self) -> str:
+        """The instances and routers, for people."""
+        routers = f", {self.routers} routers" if self.routers > 1 else ""
+        return f"{self.instances} × {self.profile}{routers}"
+
     def resolved(self, trace_block_tokens: int) -> ReplayConfig:
         """Return these settings with a block size for a trace."""
         size = self.block_size or math.gcd(trace_block_tokens, COARSEST)
@@ -154,12 +162,15 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: the model does not fit, or not one request would.
         """
-        profile = find_profile(self.profile)
-        num_blocks = self.kv_tokens // self.block_size or profile.num_blocks(self.block_size)
+        step_times, num_blocks = self.step_times, self.kv_tokens // self.block_size
+        if step_times is None or not num_blocks:
+            profile = find_profile(self.profile)
+            step_times = step_times or profile.step_times
+            num_blocks = num_blocks or profile.num_blocks(self.block_size)
         room = (num_blocks - 1) * self.block_size
         return EngineConfig(
             num_blocks=num_blocks,
-            step_times=profile.step_times,
+            step_times=step_times,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from functools import lru_cache
-from queue import Empty
 from typing import Any
 
 import msgspec
 
 from lab.cache import Cache, key_of
+from lab.children import end_with_parent
 from lab.replay import replay
 from lab.replay_config import PolicySpec, ReplayConfig
 from lab.replay_result import Result, decode, encode
@@ -82,30 +82,36 @@ def _run_apart(
 ) -> None:
     """Run jobs in processes of their own; fresh ones, since a fork would copy our threads."""
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        told = manager.Queue()
-        with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-            waiting: dict[Future[bytes], int] = {
-                pool.submit(_run_there, job, told): position for position, job in jobs.items()
-            }
+    told = context.SimpleQueue()
+    with ProcessPoolExecutor(
+        min(processes, len(jobs)), mp_context=context, initializer=_begin, initargs=(told,)
+    ) as pool:
+        waiting = {pool.submit(_run_there, job): position for position, job in jobs.items()}
+        try:
             while waiting:
                 done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-                _drain(told, progress)
+                while not told.empty():
+                    progress(told.get())
                 for future in done:
                     made(waiting.pop(future), decode(future.result()))
-            _drain(told, progress)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def _drain(told: Any, progress: Progress) -> None:
-    while True:
-        try:
-            progress(told.get_nowait())
-        except Empty:
-            return
+_told: Any = None
+"""In a process of its own: where its progress goes."""
 
 
-def _run_there(job: Job, told: Any) -> bytes:
-    return encode(_run(job, told.put))
+def _begin(told: Any) -> None:
+    """Begin a process: it ends with its parent, however that ends."""
+    global _told
+    _told = told
+    end_with_parent()
+
+
+def _run_there(job: Job) -> bytes:
+    return encode(_run(job, _told.put))
 
 
 def _run(job: Job, progress: Progress) -> Result:

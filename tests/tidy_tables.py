@@ -42,6 +42,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 EVERYWHERE = frozenset({"msgspec", "numpy"})
 FOREIGN: dict[str, dict[str, str]] = {
     "aiohttp": {
+        "controlplane/dashboard/server.py": "serves the page and its stream",
         "controlplane/http_client.py": "small requests beside the data plane",
         "sidecar/engine_http.py": "scrapes the engine",
         "lab/server*.py": "the emulated engine's HTTP server",
@@ -52,6 +53,10 @@ FOREIGN: dict[str, dict[str, str]] = {
         "router/template_content.py": "reads a template to see which form of content it wants",
         "router/template_habits.py": "tries a template out, as vLLM does for the Messages API",
         "lab/server_model.py": "the emulated engine renders as vLLM does",
+    },
+    "matplotlib": {
+        "lab/report_plots.py": "draws the report's pictures",
+        "lab/report.py": "names the type of a picture",
     },
     "nats": {"controlplane/bus/nats_link.py": "the only connection to the server"},
     "prometheus_client": {
@@ -87,7 +92,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "lab/publisher.py": "vLLM's event socket, the engine's end",
     },
 }
-OPTIONAL: dict[str, str] = {"pyarrow": "audit"}
+OPTIONAL: dict[str, str] = {"matplotlib": "lab", "pyarrow": "audit"}
 """Libraries of an extra, by its name: imported only where needed, with advice if absent."""
 DISTRIBUTIONS = {"nats": "nats-py", "prometheus_client": "prometheus-client", "zmq": "pyzmq"}
 
@@ -140,10 +145,19 @@ PURE = (
     "router/unreadable.py",
     "router/usage.py",
     "router/words.py",
+    "lab/baselines*.py",
     "lab/block_pool.py",
+    "lab/capacity.py",
     "lab/engine.py",
     "lab/engine_types.py",
     "lab/profiles.py",
+    "lab/replay_agenda.py",
+    "lab/replay_detector.py",
+    "lab/replay_feed.py",
+    "lab/replay_instance.py",
+    "lab/replay_metrics.py",
+    "lab/replay_prompts.py",
+    "lab/replay_router.py",
 )
 IMPURE_MODULES = frozenset(
     {

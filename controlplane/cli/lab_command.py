@@ -1,10 +1,16 @@
-"""`multiplane lab`: replay traces in simulated time, and see."""
+"""`multiplane lab`: replay traffic in simulated time, and see."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,98 +24,308 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from controlplane.cli import lab_options as options
+from controlplane.cli.errors import UsageError
+
 if TYPE_CHECKING:
-    from lab.replay_metrics import Metrics
+    from lab.cache import Cache
+    from lab.capacity import Slo
+    from lab.replay_plan import Plan
+    from lab.replay_result import Result
+    from lab.replay_runs import Job
+    from lab.report import Case
 
 app = typer.Typer(
     help="Replay traffic in simulated time: which policy, how many instances, what if.",
     no_args_is_help=True,
 )
 
-FLEET = "The fleet"
-DEFAULT_POLICIES = "multiplicative,round_robin,least_requests,linear"
+DEFAULT_POLICIES = "multiplicative,linear,dynamo_cost,least_requests,round_robin"
+SLO = "The service level"
 
 
 @app.command()
 def replay(
-    traces: Annotated[
-        list[str],
-        typer.Argument(help="Trace files, kinds of traffic (see `lab generate`), or `sample`."),
-    ],
-    policies: Annotated[
-        str, typer.Option(help="Comma-separated; parameters as `linear:weight=0.5`; `all`.")
-    ] = DEFAULT_POLICIES,
-    instances: Annotated[int, typer.Option(min=1, max=1024, rich_help_panel=FLEET)] = 8,
-    profile: Annotated[
-        str, typer.Option(help="GPU/MODEL of the instances.", rich_help_panel=FLEET)
-    ] = "",
-    routers: Annotated[int, typer.Option(min=1, max=64, rich_help_panel=FLEET)] = 1,
-    speed: Annotated[
-        str, typer.Option(help="How many times as fast as recorded; several: a sweep.")
-    ] = "1",
-    seeds: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
+    traces: options.Traces,
+    policies: options.Policies = DEFAULT_POLICIES,
+    instances: options.Instances = 8,
+    profile: options.Profile = "",
+    kv_tokens: options.KvTokens = 0,
+    block_size: options.BlockSize = 0,
+    routers: options.Routers = 1,
+    event_lag: options.EventLag = 0.005,
+    batch_cap: options.BatchCap = 0,
+    detector: options.Detector = False,
+    promise: options.Promise = 0.0,
+    speed: options.Speed = "",
+    qps: options.Qps = "",
+    start: options.Start = 0.0,
+    duration: options.Duration = 0.0,
+    jitter: options.Jitter = 0.0,
+    hotspot: options.HotspotShare = 0.0,
+    seeds: options.Seeds = "0",
+    warm_up: options.WarmUp = 0.0,
+    processes: options.Processes = 0,
+    use_cache: options.UseCache = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html, pictures and metrics.json."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Replay traces under policies, through the code that routes in production."""
-    from lab.cache import default_cache
-    from lab.profiles import DEFAULT_PROFILE
-    from lab.replay_config import ReplayConfig, parse_policy
-    from lab.replay_metrics import measure
-    from lab.replay_runs import Job, run_jobs
-    from lab.replay_source import TraceSource
+    """Replay traffic under several policies, through the code that decides in production.
 
-    specs = [parse_policy(name) for name in policies.split(",")]
-    jobs = [
-        Job(
-            TraceSource(name, speed=float(pace), seed=int(seed)),
-            spec,
-            ReplayConfig(
-                instances=instances,
-                profile=profile or DEFAULT_PROFILE,
-                routers=routers,
-                seed=int(seed),
-            ),
+    Engines are emulated by the step: the same batches, blocks and evictions as vLLM's scheduler
+    makes, with the step times of a stated GPU and model. An hour of traffic takes seconds.
+    """
+    from lab import report
+    from lab.replay_config import ReplayConfig
+    from lab.replay_plan import Plan, parse_policies
+
+    console = Console(stderr=json)
+    with _explained():
+        specs, best_linear = parse_policies(policies)
+        config = ReplayConfig(
+            instances=instances,
+            kv_tokens=kv_tokens,
+            block_size=block_size,
+            routers=routers,
+            event_lag_s=event_lag,
+            batch_cap=batch_cap,
+            detector=detector,
+            promise_s=promise,
         )
-        for name in traces
-        for pace in speed.split(",")
-        for seed in seeds.split(",")
-        for spec in specs
-    ]
+        plan = Plan(
+            options.sources(traces, start, duration, jitter, hotspot),
+            specs,
+            options.loads(speed, qps),
+            options.seeds(seeds),
+            options.with_profile(config, profile),
+            best_linear,
+        )
+        results = _run(plan.jobs(), processes, _cache(use_cache), console)
+        cases = plan.cases(results, warm_up)
+        for case in cases:
+            console.print(_table(case))
+        if json:
+            rows = [row for case in cases for _, row in case.runs]
+            sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
+        if out is not None:
+            command = shlex.join(["multiplane", *sys.argv[1:]])
+            console.print(f"wrote {report.write(cases, out, command)}")
+
+
+@app.command()
+def capacity(
+    traces: options.Traces,
+    policies: options.Policies = "multiplicative,round_robin",
+    ttft_p99: Annotated[
+        float, typer.Option(min=0.0, help="Seconds; 0: not asked for.", rich_help_panel=SLO)
+    ] = 0.0,
+    tpot_p99: Annotated[
+        float, typer.Option(min=0.0, help="Seconds; 0: not asked for.", rich_help_panel=SLO)
+    ] = 0.0,
+    instances_max: Annotated[
+        int, typer.Option("--max", min=1, max=1024, help="Largest fleet to try.")
+    ] = 64,
+    profile: options.Profile = "",
+    kv_tokens: options.KvTokens = 0,
+    routers: options.Routers = 1,
+    speed: options.Speed = "",
+    qps: options.Qps = "",
+    start: options.Start = 0.0,
+    duration: options.Duration = 0.0,
+    jitter: options.Jitter = 0.0,
+    seed: Annotated[int, typer.Option(rich_help_panel=options.TRAFFIC)] = 0,
+    warm_up: options.WarmUp = 0.0,
+    use_cache: options.UseCache = True,
+) -> None:
+    """Find how many instances a service level needs, under each policy."""
+    from lab.replay_config import ReplayConfig
+    from lab.replay_plan import Plan, parse_policies
+
     console = Console()
-    total = sum(len(job.source.load().requests) for job in jobs)
+    with _explained():
+        slo = _slo(ttft_p99, tpot_p99)
+        config = options.with_profile(ReplayConfig(kv_tokens=kv_tokens, routers=routers), profile)
+        specs, _ = parse_policies(policies)
+        plan = Plan(
+            options.sources(traces, start, duration, jitter, 0.0),
+            specs,
+            options.loads(speed, qps),
+            (seed,),
+            config,
+        )
+        shown = Table(box=SIMPLE_HEAD)
+        for name in ("traffic", "policy", "instances", "TTFT p99", "TPOT p99", "hit rate", "tried"):
+            shown.add_column(name, justify="left" if name in ("traffic", "policy") else "right")
+        _fill_capacity(shown, plan, slo, instances_max, warm_up, _cache(use_cache), console)
+        console.print(shown)
+
+
+def _slo(ttft_s: float, tpot_s: float) -> Slo:
+    from lab.capacity import Slo
+
+    try:
+        return Slo(ttft_s or float("inf"), tpot_s or float("inf"))
+    except ValueError as error:
+        raise UsageError(f"--ttft-p99, --tpot-p99: {error}") from error
+
+
+def _fill_capacity(
+    shown: Table,
+    plan: Plan,
+    slo: Slo,
+    instances_max: int,
+    warm_up_s: float,
+    cache: Cache | None,
+    console: Console,
+) -> None:
+    """Add a row for each trace, load and policy."""
+    from lab.capacity import instances_needed
+    from lab.replay_metrics import Metrics, measure
+    from lab.replay_runs import run_jobs
+
+    for job in plan.jobs():
+
+        def run(size: int, job: Job = job) -> Metrics:
+            config = msgspec.structs.replace(job.config, instances=size)
+            sized = msgspec.structs.replace(job, config=config)
+            with console.status(f"{job.source.name}, {job.policy.label}: {size} instances"):
+                return measure(run_jobs([sized], cache=cache)[0], warm_up_s)
+
+        source = job.source
+        answer = instances_needed(run, slo, instances_max)
+        load = f"{source.qps:g}/s" if source.qps else f"× {source.speed:g}"
+        shown.add_row(
+            f"{Path(source.name).stem} {load}",
+            job.policy.label,
+            f"> {instances_max}" if answer.instances is None else str(answer.instances),
+            f"{answer.at.ttft_s[3]:.2f} s",
+            f"{answer.at.tpot_s[3] * 1e3:.1f} ms",
+            f"{answer.at.hit_rate:.1%}",
+            " ".join(f"{size}{'✓' if good else '✗'}" for size, good in answer.tried.items()),
+        )
+
+
+@app.command()
+def calibrate(
+    url: Annotated[str, typer.Argument(help="Base URL of a running engine that nobody uses.")],
+    out: Annotated[Path, typer.Option(help="File for `--profile`.")] = Path("profile.json"),
+    model: Annotated[str, typer.Option(help="Model id; the first served one if empty.")] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File that holds the engine's API key.")
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(min=2048, help="The engine's --max-num-batched-tokens.")
+    ] = 8192,
+) -> None:
+    """Fit a step-time profile to a running engine, for `lab replay --profile FILE`."""
+    import asyncio
+
+    from lab.calibrate import CalibrationError, Experiment, calibrate
+
+    key = "" if api_key_file is None else api_key_file.read_text().strip()
+    lengths = tuple(n for n in Experiment().prompt_tokens if n <= budget)
+    console = Console()
+    try:
+        with console.status(f"measuring {url}"):
+            made = asyncio.run(
+                calibrate(url, model=model, api_key=key, experiment=Experiment(lengths))
+            )
+    except CalibrationError as error:
+        raise UsageError(str(error)) from error
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(made)) + b"\n")
+    console.print(
+        f"{made.name}: predictions are {made.error:.1%} off what was measured, on average; "
+        f"wrote {out}"
+    )
+
+
+@app.command()
+def generate(
+    kind: Annotated[str, typer.Argument(help="chatbot, api, coder or agent.")],
+    out: Annotated[Path, typer.Option(help="File to write, in the Qwen-Bailian format.")],
+    qps: Annotated[float, typer.Option(min=0.001, help="Mean requests a second.")] = 1.0,
+    duration: Annotated[float, typer.Option(min=1.0, help="Seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    hotspot: options.HotspotShare = 0.0,
+) -> None:
+    """Make up traffic and write it as a trace file; the same seed gives the same file."""
+    from lab.generators import KINDS
+    from lab.replay_source import TraceSource
+    from lab.trace_files import write_bailian
+
+    if kind not in KINDS:
+        raise UsageError(f"{kind}: choose one of {', '.join(KINDS)}")
+    with _explained():
+        source = TraceSource(kind, duration_s=duration, qps=qps, hotspot_share=hotspot, seed=seed)
+        trace = source.load()
+        write_bailian(trace, out, kind)
+    Console().print(
+        f"wrote {out}: {len(trace.requests):,} requests, {trace.input_tokens:,} prompt tokens"
+    )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what a trace or a setting got wrong into one line."""
+    from lab.report import Missing
+
+    try:
+        yield
+    except (ValueError, Missing) as error:
+        raise UsageError(str(error)) from error
+
+
+def _cache(wanted: bool) -> Cache | None:
+    from lab.cache import default_cache
+
+    return default_cache() if wanted else None
+
+
+def _run(
+    jobs: Sequence[Job], processes: int, cache: Cache | None, console: Console
+) -> list[Result]:
+    """Run jobs behind a progress bar."""
+    from lab.replay_runs import run_jobs
+
     columns = (
         TextColumn("replaying"),
         BarColumn(),
         MofNCompleteColumn(),
+        TextColumn("requests"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    counts = {source: len(source.load().requests) for source in {job.source for job in jobs}}
+    total = sum(counts[job.source] for job in jobs)
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=total)
-        results = run_jobs(
+        return run_jobs(
             jobs,
-            processes=os.cpu_count() or 1,
-            cache=default_cache(),
+            processes=processes or os.cpu_count() or 1,
+            cache=cache,
             progress=lambda more: progress.update(bar, advance=more),
         )
-    console.print(_table([measure(result) for result in results]))
 
 
-def _table(rows: list[Metrics]) -> Table:
-    """Return runs as a table, a row each."""
-    shown = Table(box=SIMPLE_HEAD)
-    shown.add_column("policy")
-    for name in ("TTFT mean", "p50", "p99", "TPOT p99", "hits", "balance", "req/s", "CPU s"):
-        shown.add_column(name, justify="right")
-    for row in rows:
-        shown.add_row(
-            row.policy,
-            f"{row.ttft_s[0]:.3f} s",
-            f"{row.ttft_s[1]:.3f} s",
-            f"{row.ttft_s[3]:.3f} s",
-            f"{row.tpot_s[3] * 1e3:.1f} ms",
-            f"{row.hit_rate:.1%}",
-            f"{row.balance:.2f}",
-            f"{row.served_rps:.2f}",
-            f"{row.cpu_s:.1f}",
-        )
+def _table(case: Case) -> Table:
+    """Return a case as a table, a row a policy."""
+    from lab.report import COLUMNS, by_policy, cell
+
+    shown = Table(
+        title=case.title,
+        title_justify="left",
+        caption=case.note or None,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    shown.add_column("policy", no_wrap=True)
+    for column in COLUMNS:
+        shown.add_column(column.name, justify="right")
+    for policy, rows in by_policy(row for _, row in case.runs).items():
+        cells = ["\n".join(filter(None, cell(column, rows))) for column in COLUMNS]
+        shown.add_row(policy, *cells)
     return shown

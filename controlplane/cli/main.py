@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from controlplane.cli import audit_command, bus_command, errors, lab_command, operator_commands
+from controlplane.cli.dashboard_command import dashboard
 from controlplane.cli.detector_command import detector
 from controlplane.cli.doctor_command import doctor
 from controlplane.cli.router_command import router
@@ -43,6 +44,7 @@ app.command()(up)
 app.command()(router)
 app.command(context_settings=USAGE)(sidecar)
 app.command()(detector)
+app.command()(dashboard)
 app.command()(doctor)
 app.command()(operator_commands.instances)
 app.command()(operator_commands.drain)

@@ -1,0 +1,33 @@
+"""`multiplane dashboard`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from controlplane.cli.options import BusPlace, LogLevel, set_up_logs, with_bus
+
+
+@with_bus
+def dashboard(
+    bus: BusPlace,
+    host: Annotated[
+        str, typer.Option(help="Address to serve on. It asks nobody who they are.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for a free one.")] = 8090,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Serve a page that shows the plane live: fleet, decisions, hotspots, latencies, stories."""
+    from controlplane.dashboard.main import DashboardConfig, run_dashboard
+    from controlplane.dashboard.server import DashboardServer
+
+    set_up_logs(log_level)
+
+    def started(server: DashboardServer) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        typer.echo(json.dumps({"dashboard": f"http://{shown}:{server.port}/"}))
+
+    status = run_dashboard(DashboardConfig(bus.url, bus.options, host, port), started)
+    raise typer.Exit(status)

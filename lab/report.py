@@ -1,0 +1,192 @@
+"""What replays came to, as files: numbers, pictures, and one page that holds everything.
+
+The page is a single file: pictures are inside, nothing is fetched. It reads in light and in dark.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lab.replay_metrics import Metrics, Range, over_seeds
+from lab.replay_result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN_MAX = 8
+"""Policies whose instances are drawn one by one: more would be too small to read."""
+
+
+class Missing(Exception):
+    """A library that reports need is not installed."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """Runs to be compared: one trace at one load, several policies, one or more seeds.
+
+    Attributes:
+        runs: (result, its numbers), by policy and seed.
+        note: what else is to be said of them.
+    """
+
+    title: str
+    runs: tuple[tuple[Result, Metrics], ...]
+    note: str = ""
+
+    @property
+    def shown(self) -> list[Result]:
+        """The first seed's results, a policy each."""
+        first: dict[str, Result] = {}
+        for result, _ in self.runs:
+            first.setdefault(result.policy, result)
+        return list(first.values())
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A column of the tables.
+
+    Attributes:
+        better: −1 where less is better, 1 where more is, 0 where neither.
+    """
+
+    name: str
+    value: Callable[[Metrics], float]
+    form: str
+    better: int = -1
+
+
+COLUMNS = (
+    Column("TTFT mean, s", lambda row: row.ttft_s[0], ".3f"),
+    Column("p50", lambda row: row.ttft_s[1], ".3f"),
+    Column("p99", lambda row: row.ttft_s[3], ".2f"),
+    Column("TPOT mean, ms", lambda row: row.tpot_s[0] * 1e3, ".1f"),
+    Column("p99", lambda row: row.tpot_s[3] * 1e3, ".1f"),
+    Column("hit rate", lambda row: row.hit_rate, ".1%", 1),
+    Column("balance", lambda row: row.balance, ".2f"),
+    Column("busy", lambda row: row.busy, ".0%"),
+    Column("served/s", lambda row: row.served_rps, ".2f", 1),
+)
+
+
+def by_policy(rows: Iterable[Metrics]) -> dict[str, list[Metrics]]:
+    """Return rows by policy, seeds together, in order of appearance."""
+    found: dict[str, list[Metrics]] = {}
+    for row in rows:
+        found.setdefault(row.policy, []).append(row)
+    return found
+
+
+def cell(column: Column, rows: Sequence[Metrics]) -> tuple[str, str]:
+    """Return a column's mean over seeds for one policy, and its spread; empty for one seed."""
+    found: Range = over_seeds([column.value(row) for row in rows])
+    text = format(found.mean, column.form)
+    if len(rows) == 1:
+        return text, ""
+    spread = max(found.most - found.mean, found.mean - found.least)
+    return text, f"±{format(spread, column.form)}"
+
+
+def write(cases: Sequence[Case], folder: Path, command: str) -> Path:
+    """Write numbers, pictures and the page; return the page's path.
+
+    Raises:
+        Missing: matplotlib is not installed.
+    """
+    try:
+        from lab import report_plots as plots
+    except ModuleNotFoundError as error:
+        raise Missing(f"{error.name} is missing: pip install 'multiplane[lab]'") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [row for case in cases for _, row in case.runs]
+    (folder / "metrics.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
+    sections: list[str] = []
+
+    def draw(name: str, title: str, figure: Figure) -> str:
+        (folder / f"{name}.png").write_bytes(plots.png(figure))
+        return f"<figure>{plots.svg(figure)}<figcaption>{html.escape(title)}</figcaption></figure>"
+
+    for trace in dict.fromkeys(row.trace for row in rows):
+        own = [row for row in rows if row.trace == trace]
+        if len({round(row.offered_rps, 1) for row in own}) > 1:
+            figure = plots.against_load(own)
+            picture = draw(f"load-{trace}", "Latency, hits against load", figure)
+            sections.append(f"<h2>{html.escape(trace)}: against load</h2>{picture}")
+    for number, case in enumerate(cases):
+        shown = case.shown
+        drawn = [
+            ("cdf", "How TTFT and TPOT are distributed", plots.cdfs(shown)),
+            ("queues", "How even the load is, and how much there is", plots.queues(shown)),
+            ("balance", "Requests on each instance", plots.balance(shown[:SHOWN_MAX])),
+            ("decisions", "Every decision", plots.decisions(shown[:SHOWN_MAX])),
+        ]
+        pictures = "".join(draw(f"{name}-{number}", title, fig) for name, title, fig in drawn)
+        note = f"<p>{html.escape(case.note)}</p>" if case.note else ""
+        sections.append(f"<h2>{html.escape(case.title)}</h2>{_table(case)}{note}{pictures}")
+    page = folder / "report.html"
+    text = _PAGE.replace("{command}", html.escape(command)).replace("{body}", "".join(sections))
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def _table(case: Case) -> str:
+    """Return the numbers of a case as a table; the best of each column stands out."""
+    rows = by_policy(row for _, row in case.runs)
+    heads = "".join(f"<th>{html.escape(column.name)}</th>" for column in COLUMNS)
+    best = {}
+    for place, column in enumerate(COLUMNS):
+        means = {
+            name: over_seeds([column.value(r) for r in own]).mean for name, own in rows.items()
+        }
+        best[place] = (max if column.better > 0 else min)(means, key=lambda name: means[name])
+    lines = []
+    for policy, own in rows.items():
+        cells = "".join(
+            f"<td{' class=best' if best[place] == policy else ''}>{cell(column, own)}</td>"
+            for place, column in enumerate(COLUMNS)
+        )
+        lines.append(f"<tr><th>{html.escape(policy)}</th>{cells}</tr>")
+    return f"<table><tr><th>policy</th>{heads}</tr>{''.join(lines)}</table>"
+
+
+def _cell(column: Column, rows: Sequence[Metrics]) -> str:
+    text, spread = cell(column, rows)
+    return f"{text} <small>{spread}</small>" if spread else text
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Multiplane: replays</title>
+<style>
+:root { color-scheme: light dark;
+  --page: #ffffff; --ink: #1d2430; --soft: #667080; --line: #d8dde5; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14171c; --ink: #dfe5ee; --soft: #98a2b3; --line: #343b46; }
+}
+body { background: var(--page); color: var(--ink); margin: 2rem auto; padding: 0 1rem;
+  max-width: 64rem; font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
+code { background: color-mix(in srgb, var(--soft) 18%, transparent); padding: .1rem .35rem;
+  border-radius: 4px; overflow-wrap: anywhere; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block;
+  overflow-x: auto; }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; font-weight: normal; }
+tr:first-child th { color: var(--soft); } th:first-child { text-align: left; }
+small { color: var(--soft); font-weight: normal; }
+.best { font-weight: 600; color: color-mix(in srgb, #1a9850 75%, var(--ink)); }
+figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; }
+figcaption { color: var(--soft); font-size: .9rem; }
+</style></head><body>
+<h1>Replays</h1>
+<p>Made by <code>{command}</code>. TTFT: time to first token; TPOT: mean time a token after it;
+balance: the largest batch over the mean one, over time; busy: share of time in which engines step.
+With several seeds: mean ± the largest difference from it. Green: best mean of a column.</p>
+{body}
+</body></html>
+"""
