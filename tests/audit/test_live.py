@@ -98,8 +98,8 @@ async def test_a_recording_of_a_running_plane_stands_by_itself(
 ) -> None:
     """Snapshots at its beginning say what the streams before it said."""
     path = tmp_path / "recording"
-    recording = asyncio.create_task(audit(stack, "record", path, "--for", "8"))
-    async with asyncio.timeout(10.0):
+    recording = asyncio.create_task(audit(stack, "record", path, "--for", "20"))
+    async with asyncio.timeout(30.0):
         while not path.exists() or path.stat().st_size < 2_000:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await run_load(stack.url, chats(20, 20.0, seed=1))
