@@ -25,10 +25,11 @@ from router.metrics import RequestMetrics, Sample
 from router.plane_samples import plane_samples, tenant_samples
 from router.prefix_cache import PrefixCache
 from router.service import Router
+from router.tenant_peers import PeerUse
 from router.tokens import PromptReader
 from router.upstream import UpstreamPool
 from router.watched_files import WatchedFiles
-from schemas.bus import ModelCard
+from schemas.bus import ModelCard, RouteBatch
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class RouterProcess:
         self.admin_address = ("", 0)
         self._bus = bus
         self._access = Access(config.keys_path, config.tenants_path)
+        self._peer_use = PeerUse(self.router_id, config.plane.load.lease_s)
         self._files = WatchedFiles()
         self._tls = self._watch_files()
         self._log = AccessLog(config.access_log) if config.access_log else None
@@ -82,7 +84,8 @@ class RouterProcess:
             self.router_id,
             make_reader=self._make_reader,
             instances_changed=self.router.instances.changed,
-            ticked=self.router.instances.refresh,
+            ticked=self._ticked,
+            peer_told=self._peer_told if self._access.limits_anybody else None,
         )
         self.router.events = self.events
         self._server = HttpServer(self.router, config.server)
@@ -99,6 +102,17 @@ class RouterProcess:
         paths = (config.tls_cert_path, config.tls_key_path or config.tls_cert_path)
         self._files.add(paths, lambda: context.load_cert_chain(*paths))
         return context
+
+    def _peer_told(self, model: str, batch: RouteBatch, now_s: float) -> None:
+        """Let what another router does count for its tenants here."""
+        self._peer_use.told(model, batch, now_s)
+        self._access.used_elsewhere(self._peer_use.take_changes())
+
+    def _ticked(self, now_s: float) -> None:
+        """Let time show where nothing else happens."""
+        self.router.instances.refresh(now_s)
+        self._peer_use.expire(now_s)
+        self._access.used_elsewhere(self._peer_use.take_changes())
 
     def _make_reader(self, card: ModelCard) -> PromptReader:
         return PromptReader(card, self._cache, self._executor)
