@@ -13,6 +13,9 @@ from schemas.bus import HotspotRaised
 
 KPI_WINDOW_S = 10.0
 SERIES_EVERY_S = 2.0
+FULL_FIRST = 80
+FULL_A_FRAME = 6
+"""Decisions that come with their candidates: as many as a page lists."""
 
 
 class Viewer:
@@ -32,7 +35,7 @@ class Viewer:
     def frame(self, now_s: float, now_wall_s: float) -> dict[str, Any]:
         """Return what changed since the last frame; the first one says everything."""
         picture = self.picture
-        self._fed, feed = picture.feed(self._fed)
+        self._fed, feed = picture.feed(self._fed, FULL_FIRST if self._full else FULL_A_FRAME)
         cells = picture.cell_values(now_s)
         changed = [values for name, values in cells.items() if values != self._cells.get(name)]
         frame: dict[str, Any] = {

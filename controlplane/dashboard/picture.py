@@ -17,7 +17,8 @@ import msgspec
 from controlplane.audit.lines import key_text
 from controlplane.audit.story import Attempt, Story
 from controlplane.audit.why import ranked, sentence, why
-from controlplane.core.candidates import Candidates, RowsBook, candidates_of
+from controlplane.core.candidates import Candidates, candidates_of
+from controlplane.core.columns import unpack_bits
 from controlplane.core.load import Ledger, LoadConfig
 from controlplane.dashboard.cells import Cell
 from controlplane.dashboard.tenants import Tenants
@@ -39,6 +40,7 @@ from schemas.bus import (
 )
 
 CANDIDATES_SHOWN = 5
+ROWS_KEPT_MAX = 256
 Verdict = HotspotRaised | PolicyOverride | Drain | Blacklist
 
 
@@ -57,6 +59,32 @@ class PictureLimits(msgspec.Struct, frozen=True):
     feed_max: int = 400
     instances_max: int = 4_096
     verdicts_max: int = 256
+
+
+class Fed:
+    """A decision as pages are fed it.
+
+    Its columns are read only if a page shows them: there may be a thousand decisions a second, over
+    a thousand instances each.
+    """
+
+    __slots__ = ("_brief", "_event", "_full", "_rows")
+
+    def __init__(self, event: Routed, router_id: str, rows: FleetRows | None) -> None:
+        self._event = event
+        self._rows = rows
+        self._brief = decision_data(event, router_id)
+        self._full: dict[str, Any] | None = None
+
+    def data(self, *, full: bool) -> dict[str, Any]:
+        """Return it with its best candidates and why, or without."""
+        if not full:
+            return self._brief
+        if self._full is None:
+            seen = _read(self._event, self._rows)
+            more = {} if seen is None else reasons(self._event, seen)
+            self._full = self._brief | more
+        return self._full
 
 
 class Picture:
@@ -83,11 +111,11 @@ class Picture:
         self.policy = ""
         self._limits = limits
         self._ledger = Ledger("dashboard", LoadConfig(lease_s=3.0))
-        self._rows = RowsBook()
         self._free_rows: list[int] = []
         self._stories: OrderedDict[str, Story] = OrderedDict()
         self._told: OrderedDict[tuple[str, int, int], FleetRows] = OrderedDict()
-        self._feed: deque[tuple[int, dict[str, Any]]] = deque(maxlen=limits.feed_max)
+        self._inexact: dict[str, tuple[int, bytes]] = {}
+        self._feed: deque[tuple[int, Fed | dict[str, Any]]] = deque(maxlen=limits.feed_max)
         self._fed = 0
 
     # --- what is heard
@@ -124,7 +152,9 @@ class Picture:
         self._ledger.peer_message(batch, now_s)
         for event in batch.events:
             if isinstance(event, FleetRows):
-                self._rows.told(batch.router_id, batch.epoch, event)
+                self._told[batch.router_id, batch.epoch, event.version] = event
+                while len(self._told) > ROWS_KEPT_MAX:
+                    self._told.popitem(last=False)
                 self.policy = event.policy
             elif isinstance(event, Routed):
                 self._routed(event, batch, now_s)
@@ -161,7 +191,11 @@ class Picture:
         cell = self._cell(event.instance_id)
         if cell is not None:
             cell.routed += 1
-        seen = self._rows.read(batch.router_id, batch.epoch, event)
+        rows = None
+        if event.candidates is not None:
+            rows = self._told.get((batch.router_id, batch.epoch, event.candidates.version))
+        if rows is not None:
+            self._trust(batch.router_id, event, rows)
         story = self._stories.get(event.request_id)
         if story is None or not event.attempt:
             story = self._stories[event.request_id] = Story(
@@ -169,24 +203,27 @@ class Picture:
             )
             if len(self._stories) > self._limits.stories_max:
                 self._stories.popitem(last=False)
-        # Of a decision only its bytes are kept; they are read again if somebody asks.
+        # Of a decision only its bytes are kept; they are read if somebody asks.
         story.attempts.append(Attempt(event, None))
-        if seen is not None:
-            self._remember_rows(event, batch, seen)
-            self._trust(seen)
-        self._say(decision_data(event, batch.router_id, seen))
+        self._say(Fed(event, batch.router_id, rows))
 
-    def _remember_rows(self, event: Routed, batch: RouteBatch, seen: Candidates) -> None:
-        key = (batch.router_id, batch.epoch, seen.rows.version)
-        self._told[key] = seen.rows
-        while len(self._told) > 256:
-            self._told.popitem(last=False)
-
-    def _trust(self, seen: Candidates) -> None:
-        for instance_id, exact in zip(seen.rows.instance_ids, seen.exact.tolist(), strict=True):
+    def _trust(self, router_id: str, event: Routed, rows: FleetRows) -> None:
+        """Note whose block set a router does not hold for exact, if that is news."""
+        assert event.candidates is not None
+        news = (rows.version, event.candidates.inexact)
+        if self._inexact.get(router_id) == news:
+            return
+        if len(self._inexact) >= ROWS_KEPT_MAX:
+            self._inexact.clear()
+        self._inexact[router_id] = news
+        try:
+            inexact = unpack_bits(event.candidates.inexact, len(rows.instance_ids)).tolist()
+        except ValueError:
+            return
+        for instance_id, doubted in zip(rows.instance_ids, inexact, strict=True):
             cell = self.cells.get(instance_id)
             if cell is not None:
-                cell.inexact = not exact
+                cell.inexact = doubted
 
     def _attempt(self, event: Prefilled | Finished) -> Attempt | None:
         story = self._stories.get(event.request_id)
@@ -236,26 +273,34 @@ class Picture:
         return Story(story.request_id, story.model, story.router_id, attempts)
 
     def _seen(self, event: Routed, story: Story) -> Candidates | None:
-        columns = event.candidates
-        if columns is None:
+        if event.candidates is None:
             return None
         for (router_id, _, version), rows in reversed(self._told.items()):
-            if (router_id, version) == (story.router_id, columns.version):
-                return candidates_of(event, columns, rows)
+            if (router_id, version) == (story.router_id, event.candidates.version):
+                return _read(event, rows)
         return None
 
     # --- what pages get
 
-    def feed(self, after: int) -> tuple[int, list[dict[str, Any]]]:
-        """Return the number of the newest decision or end, and those after a number, in order."""
+    def feed(self, after: int, full_max: int = 80) -> tuple[int, list[dict[str, Any]]]:
+        """Return the number of the newest decision or end, and those after a number, in order.
+
+        Args:
+            full_max: so many of the newest decisions come with their candidates.
+        """
         found: list[dict[str, Any]] = []
-        for number, data in reversed(self._feed):
+        decisions = 0
+        for number, item in reversed(self._feed):
             if number <= after:
                 break
-            found.append(data)
+            if isinstance(item, Fed):
+                decisions += 1
+                found.append(item.data(full=decisions <= full_max))
+            else:
+                found.append(item)
         return self._fed, found[::-1]
 
-    def _say(self, data: dict[str, Any]) -> None:
+    def _say(self, data: Fed | dict[str, Any]) -> None:
         self._fed += 1
         self._feed.append((self._fed, data))
 
@@ -295,9 +340,19 @@ class Picture:
                 cell.blacklisted = cell.blacklisted or isinstance(verdict, Blacklist)
 
 
-def decision_data(event: Routed, router_id: str, seen: Candidates | None) -> dict[str, Any]:
-    """Return a decision as the page's list shows it."""
-    data: dict[str, Any] = {
+def _read(event: Routed, rows: FleetRows | None) -> Candidates | None:
+    """Return what a decision saw; None if that cannot be read."""
+    if rows is None or event.candidates is None:
+        return None
+    try:
+        return candidates_of(event, event.candidates, rows)
+    except ValueError:
+        return None
+
+
+def decision_data(event: Routed, router_id: str) -> dict[str, Any]:
+    """Return a decision as the page's list shows it, without its candidates."""
+    return {
         "id": event.request_id,
         "at": event.at_wall_s,
         "router": router_id,
@@ -318,13 +373,17 @@ def decision_data(event: Routed, router_id: str, seen: Candidates | None) -> dic
         "fleet": event.fleet,
         "keys": [key_text(each.key) for each in event.classes],
     }
-    if seen is not None:
-        data["why"] = sentence(event, why(event, seen))
-        data["top"] = [
+
+
+def reasons(event: Routed, seen: Candidates) -> dict[str, Any]:
+    """Return why a decision was made, and its best candidates."""
+    return {
+        "why": sentence(event, why(event, seen)),
+        "top": [
             [each.instance_id, each.score, each.hit_tokens, list(each.excluded_by)]
             for each in ranked(seen, CANDIDATES_SHOWN)
-        ]
-    return data
+        ],
+    }
 
 
 def end_data(event: Finished) -> dict[str, Any]:

@@ -44,10 +44,9 @@ function take(frame) {
   if (frame.full) {
     current = frame.model;
     at("model").value = current;
-    decisions.clear();
   }
   kpi(frame.kpi);
-  decisions.take(frame.feed);
+  decisions.take(frame.feed, frame.full);
   fleet.take(frame, decisions.latest);
   if (frame.series) charts.take(frame.series, frame.full);
   if (frame.verdicts) verdicts.take(frame.verdicts);

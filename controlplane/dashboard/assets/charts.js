@@ -53,9 +53,10 @@ class Chart {
       drawing("line", { class: "rule", x1: LEFT, x2: WIDTH - RIGHT, y1: this.y(share * this.top), y2: this.y(share * this.top) }),
       drawing("text", { class: "tick", x: LEFT - 5, y: this.y(share * this.top) + 3.5, "text-anchor": "end" }, values.length ? this.show(share * this.top) : ""),
     ]);
-    const times = points.length > 1 ? [0, points.length - 1].map((place) => drawing("text", {
+    const ends = points.length > 15 ? [0, points.length - 1] : points.length ? [points.length - 1] : [];
+    const times = ends.map((place) => drawing("text", {
       class: "tick", x: this.x(place), y: HEIGHT - 4, "text-anchor": place ? "end" : "start",
-    }, clock(points[place].at).slice(0, 5))) : [];
+    }, clock(points[place].at).slice(0, 5)));
     this.cursor = drawing("g", { class: "cursor" });
     this.svg.replaceChildren(...grid.flat(), ...times, ...this.lines.flatMap(([name], place) => this.line(name, place)), this.cursor);
     if (!values.length) this.svg.append(drawing("text", { class: "nothing", x: (WIDTH + LEFT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing yet"));

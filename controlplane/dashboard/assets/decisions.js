@@ -29,12 +29,6 @@ export class Decisions {
     }
   }
 
-  clear() {
-    this.kept = [];
-    this.open.clear();
-    this.redraw();
-  }
-
   only(text) {
     this.filter.value = text;
     this.redraw();
@@ -45,7 +39,11 @@ export class Decisions {
     return this.kept.filter((each) => each.instance === instance).slice(-12).reverse();
   }
 
-  take(feed) {
+  take(feed, whole) {
+    if (whole) {
+      this.kept = [];
+      this.open.clear();
+    }
     const fresh = feed.filter((data) => data.outcome === undefined);
     this.latest = fresh.map((data) => data.instance);
     for (const data of fresh) {
@@ -58,7 +56,8 @@ export class Decisions {
     }
     for (const data of feed) if (data.outcome !== undefined) this.end(data);
     const fitting = fresh.filter((data) => this.fits(data));
-    if (this.paused || this.under) this.waiting += fitting.length;
+    if (whole) this.redraw();
+    else if (this.paused || this.under) this.waiting += fitting.length;
     else for (const data of fitting.slice(-ROWS_A_FRAME)) this.list.prepend(this.row(data));
     this.say();
     this.trim();
@@ -118,7 +117,7 @@ export class Decisions {
     const node = element("li", { "data-outcome": data.end?.outcome ?? "open" },
       element("button", { type: "button", class: "row", "data-request": data.id, "aria-label": label(data), on: { click: () => this.opened(data.id) } },
         element("time", {}, clock(data.at)),
-        element("span", { class: "who" }, element("code", {}, tail(data.id, 10)), element("b", {}, data.instance)),
+        element("span", { class: "who" }, element("code", {}, tail(data.id, 6)), element("b", {}, data.instance)),
         prompt(data),
         bars(data),
         ending(data),
@@ -135,7 +134,8 @@ function label(data) {
 function why(data) {
   const retry = data.attempt ? `attempt ${data.attempt + 1} · ` : "";
   const tenant = data.tenant ? `${data.tenant} · ` : "";
-  return `${retry}${tenant}${data.why ?? [data.policy, data.reason].filter(Boolean).join("; ")}`;
+  const plain = [`${data.policy} ${compact(data.score)}`, data.reason].filter(Boolean).join("; ");
+  return `${retry}${tenant}${data.why ?? plain}`;
 }
 
 // The prompt as a bar: what is cached, and what has to be computed.

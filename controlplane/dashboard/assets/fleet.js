@@ -5,6 +5,9 @@ import { compact, element, number, percent } from "./format.js";
 // What a cell's values are, in the order in which frames send them.
 const CELL = ["id", "state", "trust", "batch", "queued", "running", "waiting", "kv", "hit", "blocks", "routed", "hot"];
 
+// Where the newest decisions of a frame went flashes; all of a busy fleet would flash all the time.
+const PULSES_A_FRAME = 2;
+
 const TRUSTS = ["exact", "resyncing", "stale", "none"];
 
 const METRICS = {
@@ -57,7 +60,7 @@ export class Fleet {
     this.top = top;
     const dirty = all ? this.cells.values() : frame.cells.map((values) => this.cells.get(values[0]));
     for (const cell of dirty) this.paint(cell);
-    if (!frame.full) for (const name of latest) this.pulse(name);
+    if (!frame.full) for (const name of latest.slice(-PULSES_A_FRAME)) this.pulse(name);
     this.inspect();
     this.describe();
   }

@@ -58,7 +58,7 @@ function story(found, panel) {
   ];
 }
 
-const STEPS = [["queue", "queued"], ["tokenize", "tokenized"], ["decide", "decided"], ["prefill", "to first byte"], ["stream", "streamed"]];
+const STEPS = [["queue", "queued"], ["tokenize", "tokenized"], ["decide", "decided"], ["prefill", "to first byte"], ["streaming", "streamed"]];
 
 // Where the time went; tiny parts keep a sliver, so that they can be seen at all.
 function timeline({ routed, finished }) {
@@ -70,12 +70,13 @@ function timeline({ routed, finished }) {
     tokenize: routed.tokenize_s ?? 0,
     decide: routed.decide_s ?? 0,
     prefill: ttft == null ? null : Math.max(ttft - before, 0),
-    stream: total == null || ttft == null ? null : Math.max(total - ttft, 0),
+    streaming: total == null || ttft == null ? null : Math.max(total - ttft, 0),
   };
   const shown = STEPS.filter(([name]) => parts[name]);
+  const all = shown.reduce((sum, [name]) => sum + parts[name], 0);
   if (!shown.length) return null;
   return element("div", { class: "timeline" },
-    element("div", { class: "track", "aria-hidden": "true" }, shown.map(([name]) => element("i", { class: name, vars: { "--grow": parts[name] } }))),
+    element("div", { class: "track", "aria-hidden": "true" }, shown.map(([name]) => element("i", { class: name, vars: { "--grow": (100 * parts[name]) / all } }))),
     element("ul", {}, shown.map(([name, title]) => element("li", { class: name }, `${title} `, element("b", {}, seconds(parts[name]))))));
 }
 
@@ -131,7 +132,7 @@ function candidates(routed, rows) {
       element("td", {}, number(row.hit_tokens)),
       element("td", {}, number(row.queued_tokens)),
       element("td", {}, number(row.batch_size)),
-      element("td", { class: "score" }, element("i", { vars: { "--share": Math.sqrt(Math.min(row.score / most, 1)) } }), element("span", {}, compact(row.score))),
+      element("td", {}, element("span", { class: "score" }, element("i", { vars: { "--share": Math.sqrt(Math.min(row.score / most, 1)) } }), element("span", {}, compact(row.score)))),
       element("td", {}, row.instance_id === routed.instance_id ? "chosen" : (row.excluded_by ?? []).join(", "))))),
   ), sorted.length > shown.length ? element("p", { class: "lede" }, `and ${number(sorted.length - shown.length)} more`) : null);
 }
