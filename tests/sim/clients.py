@@ -81,7 +81,12 @@ class Clients:
         tokens = 1 if rng.random() < 0.1 else rng.randrange(2, 24)
         if rng.random() < 0.03:
             tokens = 60
-        return Job(f"r{number}", prompt, self._words(tokens), report_hits=rng.random() < 0.05)
+        return Job(
+            f"r{number}",
+            prompt,
+            self._words(tokens),
+            report_hits=rng.random() < self.settings.reports,
+        )
 
     def ask_at_length(self, count: int) -> None:
         """Ask some new things with long prompts, of long answers: they still run a while later."""
@@ -144,7 +149,7 @@ class Clients:
         job = self.make_job(self._words(rng.randrange(4, 80)))
         self.foreign["made"] += 1
         job = msgspec.structs.replace(job, job_id=f"foreign-{job.job_id}", foreign=True)
-        engine.do(engine.submit, job, _ignore, _nothing)
+        engine.do(engine.submit, job, _ignore)
 
 
 class _Chat:
@@ -189,7 +194,3 @@ class _Chat:
 
 def _ignore(output: Output) -> None:
     """A foreign client's answer is nobody's business here."""
-
-
-def _nothing() -> None:
-    """Neither is its failure."""

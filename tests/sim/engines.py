@@ -106,7 +106,8 @@ class EngineProcess(Process):
         self.silent = False
         self.listener: Callable[[int, bytes], None] | None = None
         self._parents = parents
-        self._jobs: dict[str, tuple[Job, OnOutput, OnBroken]] = {}
+        self._jobs: dict[str, tuple[Job, OnOutput]] = {}
+        self._connections: dict[str, OnBroken] = {}
         self._ended: dict[str, Job] = {}
         self._seq = 0
         self._replay: deque[tuple[int, bytes]] = deque(maxlen=replay_max)
@@ -122,10 +123,14 @@ class EngineProcess(Process):
     @property
     def foreign(self) -> int:
         """Those of them that came from no router."""
-        return sum(job.foreign for job, _, _ in self._jobs.values())
+        return sum(job.foreign for job, _ in self._jobs.values())
 
-    def submit(self, job: Job, on_output: OnOutput, on_broken: OnBroken) -> None:
-        """Take a request; `on_broken` is called if this process dies first."""
+    def accept(self, job_id: str, on_broken: OnBroken) -> None:
+        """Accept a request's connection, busy or not; `on_broken` is called if this dies first."""
+        self._connections[job_id] = on_broken
+
+    def submit(self, job: Job, on_output: OnOutput) -> None:
+        """Take a request."""
         hashes = chain(pack_tokens([*job.prompt, *job.answer[:-1]]), BLOCK)
         self._parents.learn(hashes)
         names = [engine_hash(block) for block in hashes]
@@ -138,11 +143,12 @@ class EngineProcess(Process):
                 report_hits=job.report_hits,
             )
         )
-        self._jobs[job.job_id] = (job, on_output, on_broken)
+        self._jobs[job.job_id] = (job, on_output)
         self._wake()
 
     def abort(self, job_id: str) -> None:
         """Drop a request that nobody waits for any more."""
+        self._connections.pop(job_id, None)
         if self.core.abort(job_id):
             self._ended[job_id] = self._jobs.pop(job_id)[0]
             self._wake()
@@ -155,8 +161,9 @@ class EngineProcess(Process):
     def kill(self) -> None:
         """Die; connections break."""
         super().kill()
-        for _, _, on_broken in self._jobs.values():
+        for on_broken in self._connections.values():
             on_broken()
+        self._connections.clear()
         self._jobs.clear()
 
     # --- steps
@@ -187,6 +194,7 @@ class EngineProcess(Process):
                 continue
             if output.finish_reason is not None:
                 del self._jobs[output.request_id]
+                self._connections.pop(output.request_id, None)
             found[1](output)
         self._ended.clear()
         self._wake()

@@ -161,6 +161,7 @@ class Attempt:
             self._back(self._on_refused, Outcome.CONNECT_FAILED, 0)
             return
         self._engine = engine
+        engine.accept(self._job.job_id, self._broken)
         self._back(self._on_connected)
         engine.do(self._begin, engine)
 
@@ -168,7 +169,7 @@ class Attempt:
         if engine.world.chance(engine.refusing):
             self._back(self._on_refused, Outcome.STATUS_5XX, 500)
             return
-        engine.submit(self._job, self._output, self._broken)
+        engine.submit(self._job, self._output)
 
     def _output(self, output: Output) -> None:
         self._tokens += output.new_tokens

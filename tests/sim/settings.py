@@ -23,6 +23,8 @@ class Settings(msgspec.Struct, frozen=True):
         think_s: mean time between an answer and the next question.
         cancels: chance that a client leaves early.
         streamed: share of requests whose answers are streamed.
+        reports: chance that a request asks for its hits to be reported as stores, which leaves the
+            sidecar in doubt about them.
         foreign: requests at the engines that no router knows of, at most.
         delay_s: shortest and longest delay on the bus's links.
         engine_blocks: KV blocks of an engine, the null block included.
@@ -50,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True):
     think_s: float = 0.2
     cancels: float = 0.1
     streamed: float = 0.7
+    reports: float = 0.0
     foreign: int = 1
     delay_s: tuple[float, float] = (0.0002, 0.002)
     engine_blocks: int = 160

@@ -65,6 +65,7 @@ def draw(seed: int) -> Settings:
         think_s=rng.choice([0.05, 0.2, 0.5]),
         cancels=rng.choice([0.0, 0.1, 0.4]),
         streamed=rng.choice([0.0, 0.7, 1.0]),
+        reports=rng.choice([0.0, 0.0, 0.05]),
         foreign=rng.choice([0, 0, 1, 3]),
         engine_blocks=rng.choice([104, 160, 400]),
         engine_seqs=rng.choice([4, 16]),
