@@ -15,6 +15,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from controlplane.bus.protocol import Bus, BusError, Entry, Objects, Subscription, Watch
 from controlplane.core.effects import Alarm, Effect, FetchSnapshot
 from controlplane.core.events import (
@@ -68,6 +70,7 @@ class EventPath:
         make_reader: Callable[[messages.ModelCard], PromptReader],
         instances_changed: Callable[[], None],
         ticked: Callable[[float], None],
+        peer_told: Callable[[str, messages.RouteBatch, float], None] | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._bus = bus
@@ -77,6 +80,7 @@ class EventPath:
         self._make_reader = make_reader
         self._instances_changed = instances_changed
         self._ticked = ticked
+        self._peer_told = peer_told
         self._standing = StandingVerdicts()
         self._queue: deque[tuple[str, str, bytes]] = deque()
         self._parsed: dict[str, tuple[str, str]] = {}
@@ -193,7 +197,10 @@ class EventPath:
             logger.debug("undecodable %s message for %s: %s", kind, model, error)
             return
         self.counts[kind] += 1
-        self.carry_out(served.plane.handle(event, time.monotonic()))
+        now_s = time.monotonic()
+        if self._peer_told is not None and isinstance(event, messages.RouteBatch):
+            self._peer_told(model, event, now_s)
+        self.carry_out(served.plane.handle(event, now_s))
 
     # --- records
 
@@ -217,13 +224,17 @@ class EventPath:
             served = self._directory.of(record)
             if served is None:
                 return
-            known = served.plane.fleet.get(instance_id) is not None
+            known = served.plane.fleet.get(instance_id)
+            before = None if known is None else known.record
             effects = served.plane.handle(record, now_s)
-            if not known:
+            if known is None:
                 # What stands may concern the newcomer; the rest is known and changes nothing.
                 for verdict in self._standing.of(model, now_s):
                     effects += served.plane.handle(verdict, now_s)
             self._want_card(served, record.card)
+            if before is not None and _is_renewal(before, record):
+                self.carry_out(effects)
+                return
         self._directory.rename()
         self._instances_changed()
         self.carry_out(effects)
@@ -399,3 +410,8 @@ class EventPath:
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the event path failed", exc_info=task.exception())
             self.counts["task_failed"] += 1
+
+
+def _is_renewal(before: messages.InstanceRecord, record: messages.InstanceRecord) -> bool:
+    """Whether a record says nothing new but that its instance lives."""
+    return before == msgspec.structs.replace(record, seq=before.seq, sent_wall_s=before.sent_wall_s)
