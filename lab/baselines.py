@@ -282,7 +282,8 @@ class Preble(Rival):
         if 2 * int(cached.max()) > request.prompt_tokens:
             holders = np.flatnonzero(cached == cached.max())
             chosen = _where_least(loads, holders)
-            if loads[chosen[0]] > self.set["rebalance"] * loads.min():
+            load = loads[chosen[0]]
+            if load == loads.max() and load > self.set["rebalance"] * loads.min():
                 chosen = _where_least(loads)
             return only(chosen, count)
         scores: FloatArray = loads + self._missing * self._token_s

@@ -7,8 +7,8 @@ Theory of operation. Two experiments see one coefficient each where it matters:
   cost and whatever lies between here and the engine. A prompt so short that reading the weights
   binds takes a + weights.
 - *decode*: b requests at once whose prompts (C tokens each) are cached, and answers of two lengths;
-  the difference is that of decode steps alone, transport cancels: step + weights + sequence × b +
-  kv_token × b × C a step.
+  the difference is that of decode steps alone, transport cancels: step + sequence × b +
+  max(weights, token × b) + kv_token × b × C a step.
 
 Disturbances only ever add time, so of each point the least of several tries counts; fits are least
 squares of relative errors, no coefficient below 0. A mixture of experts is fitted as a dense model
@@ -108,16 +108,18 @@ def fit(samples: Samples) -> StepTimes:
     if not short or len(long) < 3 or len(samples.decodes) < 3:
         raise CalibrationError("too few samples: 1 short and 3 long prompts, 3 kinds of batches")
     tokens = np.array([each.tokens for each in long], float)
+    took_s = np.array([each.duration_s for each in long])
     rows = np.stack([np.ones(len(long)), tokens, tokens * (tokens + 1) / 2], axis=1)
-    fixed, token, pair = _solve(rows, np.array([each.duration_s for each in long]))
-    weights = max(min(each.duration_s for each in short) - fixed, 0.0)
+    fixed, token, pair = _solve(rows, took_s, took_s)
     batch = np.array([each.batch for each in samples.decodes], float)
     context = np.array([each.context for each in samples.decodes])
+    took_s = np.array([each.step_s for each in samples.decodes])
+    weights = min(each.duration_s for each in short) - fixed
+    weights = min(max(weights, 0.0), float(took_s.min()))
     rows = np.stack([np.ones(len(batch)), batch, batch * context], axis=1)
-    least, sequence, kv_token = _solve(rows, np.array([each.step_s for each in samples.decodes]))
-    weights = min(weights, least)
+    step, sequence, kv_token = _solve(rows, took_s - np.maximum(batch * token, weights), took_s)
     return StepTimes(
-        step=least - weights,
+        step=step,
         sequence=sequence,
         token=token,
         weights=weights,
@@ -142,13 +144,19 @@ def error_of(times: StepTimes, samples: Samples) -> float:
     return float(np.mean(errors))
 
 
-def _solve(rows: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """Return the coefficients ≥ 0 of least relative error; columns that want to be less are 0."""
+def _solve(
+    rows: NDArray[np.float64], values: NDArray[np.float64], whole: NDArray[np.float64]
+) -> list[float]:
+    """Return the coefficients ≥ 0 of least error; columns that want to be less are 0.
+
+    Args:
+        whole: (n,) what the errors are relative to.
+    """
     columns = list(range(rows.shape[1]))
     while True:
-        scaled = rows[:, columns] / values[:, None]
+        scaled = rows[:, columns] / whole[:, None]
         scale = np.abs(scaled).max(axis=0)
-        found, *_ = np.linalg.lstsq(scaled / scale, np.ones(len(values)), rcond=None)
+        found, *_ = np.linalg.lstsq(scaled / scale, values / whole, rcond=None)
         if found.min() >= 0 or len(columns) == 1:
             break
         del columns[int(found.argmin())]

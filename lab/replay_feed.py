@@ -93,9 +93,13 @@ class DirectFeed:
         return packed
 
     def _copied(self, stored: list[int], removed: list[int]) -> bool:
-        """Whether a block that was stored was there before, or one that was removed still is."""
+        """Whether a block with copies is among them: one stored was there, or one removed still is.
+
+        Two copies that left together show as a block that was removed twice.
+        """
         twins, cached = self._pool.twins.keys(), self._pool.cached
-        return not (twins.isdisjoint(stored) and cached.isdisjoint(removed))
+        plain = twins.isdisjoint(stored) and cached.isdisjoint(removed)
+        return not plain or len(set(removed)) < len(removed)
 
     def _net(self, stored: list[int], removed: list[int]) -> tuple[list[int], list[int]]:
         """Return the blocks that joined the cache by a step, and those that left it."""

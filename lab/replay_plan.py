@@ -73,7 +73,8 @@ class Plan(msgspec.Struct, frozen=True):
                 runs, weight = _with_best_linear(runs)
                 note = f"{BEST_LINEAR} is {weight} here: the least mean TTFT."
             name = Path(source.name).stem
-            found.append(Case(f"{name}, {load.text}, {self.config.fleet}", tuple(runs), note))
+            title = f"{name}, {load.text}, {self.config.fleet}"
+            found.append(Case(title, name, tuple(runs), note))
         return found
 
 

@@ -94,9 +94,9 @@ def _run_apart(
                     progress(told.get())
                 for future in done:
                     made(waiting.pop(future), decode(future.result()))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 _told: Any = None

@@ -78,7 +78,8 @@ class TraceSource(msgspec.Struct, frozen=True):
         chance = random.Random(f"jitter {self.seed}")
         moved = [_later(each, chance.uniform(0.0, self.jitter_s)) for each in trace.requests]
         moved.sort(key=lambda request: request.at_s)
-        return Trace(trace.name, trace.block_tokens, tuple(moved)).cut().faster(speed)
+        spread = Trace(trace.name, trace.block_tokens, tuple(moved))
+        return spread.cut(moved[0].at_s).faster(speed)
 
     def digest(self) -> str:
         """Return what tells this trace from every other, the file's content included."""

@@ -30,11 +30,13 @@ class Case(msgspec.Struct, frozen=True):
     """Runs to be compared: one trace at one load, several policies, one or more seeds.
 
     Attributes:
+        traffic: what came; cases of the same traffic differ in load.
         runs: (result, its numbers), by policy and seed.
         note: what else is to be said of them.
     """
 
     title: str
+    traffic: str
     runs: tuple[tuple[Result, Metrics], ...]
     note: str = ""
 
@@ -110,12 +112,12 @@ def write(cases: Sequence[Case], folder: Path, command: str) -> Path:
         (folder / f"{name}.png").write_bytes(plots.png(figure))
         return f"<figure>{plots.svg(figure)}<figcaption>{html.escape(title)}</figcaption></figure>"
 
-    for trace in dict.fromkeys(row.trace for row in rows):
-        own = [row for row in rows if row.trace == trace]
-        if len({round(row.offered_rps, 1) for row in own}) > 1:
-            figure = plots.against_load(own)
-            picture = draw(f"load-{trace}", "Latency, hits against load", figure)
-            sections.append(f"<h2>{html.escape(trace)}: against load</h2>{picture}")
+    for traffic in dict.fromkeys(case.traffic for case in cases):
+        sweep = [case for case in cases if case.traffic == traffic]
+        if len(sweep) > 1:
+            figure = plots.against_load([[row for _, row in case.runs] for case in sweep])
+            picture = draw(f"load-{traffic}", "Latency and hits against load", figure)
+            sections.append(f"<h2>{html.escape(traffic)}: against load</h2>{picture}")
     for number, case in enumerate(cases):
         shown = case.shown
         drawn = [

@@ -67,25 +67,28 @@ def cdfs(results: Sequence[Result]) -> Figure:
     return figure
 
 
-def against_load(rows: Sequence[Metrics]) -> Figure:
-    """Draw latencies, hits and balance against the load, a line a policy, means over seeds."""
+def against_load(sweep: Sequence[Sequence[Metrics]]) -> Figure:
+    """Draw latencies and hits against the load, a line a policy, means over seeds.
+
+    Args:
+        sweep: the rows of each load.
+    """
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(9.0, 6.2, 2, 2)
-        paint = colours([row.policy for row in rows])
+        paint = colours([row.policy for rows in sweep for row in rows])
         panels: tuple[tuple[str, Callable[[Metrics], float], str], ...] = (
             ("TTFT mean, s", lambda row: row.ttft_s[0], "log"),
             ("TTFT p99, s", lambda row: row.ttft_s[3], "log"),
             ("TPOT p99, ms", lambda row: row.tpot_s[3] * 1e3, "log"),
             ("hit rate", lambda row: row.hit_rate, "linear"),
         )
+        loads = [float(np.mean([row.offered_rps for row in rows])) for rows in sweep]
         for axis, (label, value, scale) in zip(axes, panels, strict=True):
             for policy in paint:
-                points: dict[float, list[float]] = {}
-                for row in rows:
-                    if row.policy == policy:
-                        points.setdefault(round(row.offered_rps, 1), []).append(value(row))
-                loads = sorted(points)
-                means = [float(np.mean(points[load])) for load in loads]
+                means = [
+                    float(np.mean([value(row) for row in rows if row.policy == policy] or [np.nan]))
+                    for rows in sweep
+                ]
                 axis.plot(loads, means, marker="o", markersize=3, **_line(policy, paint))
             axis.set(xlabel="requests/s offered", ylabel=label, yscale=scale)
             if scale == "log":
@@ -205,7 +208,8 @@ def _plain_ticks(axis: Axes) -> None:
 
 
 def _legend(axis: Axes, entries: int) -> None:
-    axis.legend(fontsize=7 if entries > 6 else 8, ncols=2 if entries > 8 else 1)
+    if axis.has_data():
+        axis.legend(fontsize=7 if entries > 6 else 8, ncols=2 if entries > 8 else 1)
 
 
 def _cdf(axis: Axes, values: Floats, style: dict[str, Any]) -> None:
