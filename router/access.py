@@ -6,7 +6,7 @@ that has checked its users itself) may name another one in `X-Multiplane-Tenant`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +44,19 @@ class Access:
     def gates(self) -> Iterator[TenantGate]:
         """The gate of every tenant."""
         return iter(self._gates.values())
+
+    @property
+    def limits_anybody(self) -> bool:
+        """Whether any tenant has a limit, so that other routers' requests are of interest."""
+        return bool(self._tenants_path)
+
+    def used_elsewhere(self, changes: Mapping[str, tuple[int, int]]) -> None:
+        """Take in tenants' requests in flight at other routers, and tokens newly used there."""
+        for name, (running, tokens) in changes.items():
+            gate = self._gates.get(name)
+            if gate is not None:
+                gate.elsewhere = running
+                gate.settle(tokens)
 
     @property
     def anybody(self) -> TenantGate:

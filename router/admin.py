@@ -63,7 +63,15 @@ class Admin:
             }
             for served in self._router.directory
         }
-        state = {"router_id": self._router.router_id, "models": models}
+        tenants = {
+            gate.tenant.name: {
+                "running": gate.running,
+                "running_elsewhere": gate.elsewhere,
+                "tokens_available": gate.level(time.monotonic()),
+            }
+            for gate in self._router.access.gates
+        }
+        state = {"router_id": self._router.router_id, "models": models, "tenants": tenants}
         exchange.respond(200, (JSON,), msgspec.json.encode(state))
 
     def _instance(self, served: Any, instance: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class ServedModel:
         block_size: tokens a block, as that card says.
         reader: None until the card has come; requests are routed by load until then.
         habits: how Anthropic's messages become chats.
+        max_model_len: the longest context that any instance takes; None if none says.
     """
 
     def __init__(self, model: str, plane: Plane) -> None:
@@ -48,6 +49,7 @@ class ServedModel:
         self.block_size = 0
         self.reader: PromptReader | None = None
         self.habits = Habits()
+        self.max_model_len: int | None = None
         self._made_from: ModelCard | None = None
 
     def reads_alike(self, card: ModelCard) -> bool:
@@ -69,11 +71,10 @@ class ServedModel:
         if before is not None:
             before.close()
 
-    @property
-    def max_model_len(self) -> int | None:
-        """The longest context that any instance takes; None if none says."""
+    def look_at_fleet(self) -> None:
+        """Derive anew what follows from the instances' records."""
         lengths = [i.record.max_model_len for i in self.plane.fleet if i.record.max_model_len]
-        return max(lengths, default=None)
+        self.max_model_len = max(lengths, default=None)
 
 
 class Directory:
@@ -144,6 +145,7 @@ class Directory:
         """Derive the names anew. Call after instances came, changed or went."""
         names: dict[str, Resolved] = {}
         for served in self._models.values():
+            served.look_at_fleet()
             if len(served.plane.fleet):
                 names[served.model] = Resolved(served, None)
             for instance in served.plane.fleet:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Hashable
 from urllib.parse import urlsplit
 
-from router.breaker import Breaker, BreakerPolicy, State, judge
+from router.breaker import Breaker, BreakerPolicy, State, Verdict, judge
 from router.directory import Directory, ServedModel
 from router.http_proxy import Outcome
 from router.upstream import UpstreamPool
@@ -21,6 +21,7 @@ TellBreaker = Callable[[ServedModel, str, bool], None]
 """Tells a plane whether an instance's breaker is open."""
 
 _CLOSED = State.CLOSED
+_FAILURE = Verdict.FAILURE
 
 
 class Instances:
@@ -87,11 +88,14 @@ class Instances:
     ) -> None:
         """Let an instance's breaker learn from the end of an attempt."""
         assert isinstance(key, str)
+        verdict = judge(outcome, status)
         breaker = self.breakers.get(key)
         if breaker is None:
+            if verdict is not _FAILURE:
+                return  # It never failed: there is nothing to forgive.
             breaker = self.breakers[key] = Breaker(self._policy)
         before = breaker.state
-        breaker.ended(judge(outcome, status), now_s)
+        breaker.ended(verdict, now_s)
         if breaker.state is not before:
             self._show(served, key, breaker, now_s)
 

@@ -55,7 +55,6 @@ class Routing:
 
     __slots__ = (
         "_attempt",
-        "_decide_s",
         "_endpoint",
         "_exchange",
         "_gate",
@@ -93,7 +92,6 @@ class Routing:
         self._tried: tuple[str, ...] = ()
         self._ttft_s: float | None = None
         self._read_s = 0.0
-        self._decide_s = 0.0
 
     # --- before the decision
 
@@ -134,6 +132,7 @@ class Routing:
             return
         instance = self._decide(now_s)
         if instance is None:
+            self._gate.settle(-self._request.prompt_tokens)
             self._refuse(refusals.no_instance(self._resolved.served.model))
             return
         self._router.forward(self._exchange, instance.record.instance_id, self)
@@ -167,18 +166,18 @@ class Routing:
         decision = requests.decide(self._request, now_s)
         if decision is None:
             return None
-        self._decide_s = time.perf_counter() - began_s
+        decide_s = time.perf_counter() - began_s
         self._ticket = requests.book(
             decision,
             now_s,
             time.time(),
             attempt=self._attempt,
-            decide_s=self._decide_s,
+            decide_s=decide_s,
             tokenize_s=self._read_s,
         )
         instance = decision.instance
         router.instances.sent(served, instance.record.instance_id, now_s)
-        router.metrics.decided(decision, self._decide_s, self._read_s)
+        router.metrics.decided(decision, decide_s, self._read_s)
         router.told()
         return instance
 
@@ -222,11 +221,20 @@ class Routing:
         if outcome is _COMPLETED and status >= 500:
             word = "upstream_error"
         usage = read_usage(usage_tail)
-        output = usage.output_tokens
-        if output is None and status == 200:
-            output = estimate_output_tokens(usage_tail, body_bytes)
-        self._gate.settle(output or 0)
+        self._settle(word, status, body_bytes, usage, usage_tail)
         self._end(word, status, now_s, usage)
+
+    def _settle(
+        self, outcome: str, status: int, body_bytes: int, usage: Usage, tail: bytes
+    ) -> None:
+        """Charge the tenant for the answer, or give back what was charged for the prompt."""
+        if status >= 400 or outcome == "upstream_error":
+            self._gate.settle(-self._request.prompt_tokens)
+            return
+        output = usage.output_tokens
+        if output is None:
+            output = estimate_output_tokens(tail, body_bytes)
+        self._gate.settle(output)
 
     # --- the end
 

@@ -124,7 +124,7 @@ class Router:
         self, exchange: Exchange, endpoint: Endpoint, tenant: Tenant
     ) -> tuple[Resolved, Parsed | None] | Refusal:
         """Return the model that a request is for, and what its body says."""
-        content_type = exchange.header(b"content-type") or b""
+        content_type = b"" if endpoint.decode else exchange.header(b"content-type") or b""
         try:
             parsed, name = read_body(endpoint, exchange.body, content_type)
         except RemoteError as error:

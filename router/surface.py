@@ -117,6 +117,8 @@ class _Named(msgspec.Struct):
 
 _decode_named = msgspec.json.Decoder(_Named).decode
 _MULTIPART: Final = b"multipart/form-data"
+_FORM_BYTES: Final = 65_536
+"""A form's small fields stand before or after its files; so much is searched at either end."""
 _FORM_MODEL: Final = re.compile(
     rb'content-disposition:[^\r\n]*\bname="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,256})\r\n',
     re.IGNORECASE,
@@ -151,7 +153,9 @@ def _model_of(body: bytes, content_type: bytes) -> str:
     if not body:
         return ""
     if content_type.startswith(_MULTIPART):
-        found = _FORM_MODEL.search(body)
+        found = _FORM_MODEL.search(body, 0, _FORM_BYTES)
+        if found is None and len(body) > _FORM_BYTES:
+            found = _FORM_MODEL.search(body, len(body) - _FORM_BYTES)
         return "" if found is None else found[1].decode("utf-8", "replace")
     try:
         return _decode_named(body).model or ""

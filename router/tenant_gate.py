@@ -13,6 +13,8 @@ Times to come back are honest: a request that waited so long, with nobody of its
 is let in (the bucket), or is when a place is to be expected (concurrency: the mean duration of late
 over the places there are).
 
+What other routers have let in counts too, as far as it is known (`router.tenant_peers`).
+
 Pure: `now_s` comes in. One gate a tenant and router process; it keeps its state when the
 configuration changes.
 """
@@ -31,29 +33,42 @@ class TenantGate:
     Attributes:
         tenant: the limits in force.
         running: requests let in and not yet out.
+        elsewhere: likewise at other routers.
     """
 
-    __slots__ = ("_duration_s", "_filled_s", "_level", "running", "tenant")
+    __slots__ = (
+        "_burst",
+        "_duration_s",
+        "_filled_s",
+        "_level",
+        "_rate",
+        "elsewhere",
+        "running",
+        "tenant",
+    )
 
     def __init__(self, tenant: Tenant, now_s: float) -> None:
         self.tenant = tenant
         self.running = 0
-        self._level = tenant.burst or 0.0
+        self.elsewhere = 0
+        self._rate = tenant.tokens_per_s
+        self._burst = tenant.burst
+        self._level = self._burst
         self._filled_s = now_s
         self._duration_s = _DURATION_S_FIRST
 
     def configure(self, tenant: Tenant, now_s: float) -> None:
         """Apply other limits from now on; what is in use stays in use."""
         self._fill(now_s)
-        before, burst = self.tenant.burst, tenant.burst
+        began_to_limit = self._rate is None
         self.tenant = tenant
-        if burst is not None:
-            self._level = burst if before is None else min(self._level, burst)
+        self._rate, self._burst = tenant.tokens_per_s, tenant.burst
+        self._level = self._burst if began_to_limit else min(self._level, self._burst)
 
     def enter(self) -> float | None:
         """Let a request in; None if it is in, else the seconds after which to try again."""
         limit = self.tenant.requests_max
-        if limit is not None and self.running >= limit:
+        if limit is not None and self.running + self.elsewhere >= limit:
             return self._duration_s / limit
         self.running += 1
         return None
@@ -63,15 +78,19 @@ class TenantGate:
 
         With 0 tokens this asks whether a debt is still to be paid.
         """
-        wait_s = self._wait_s(float(tokens), now_s)
-        if wait_s:
-            return wait_s
+        if self._rate is None:
+            return None
+        self._fill(now_s)
+        missing = min(tokens, self._burst) - self._level
+        if missing > 0:
+            return missing / self._rate
         self._level -= tokens
         return None
 
     def settle(self, tokens: int) -> None:
         """Take what was used beyond the charge; a negative number gives back."""
-        self._level -= tokens
+        if self._rate is not None:
+            self._level -= tokens
 
     def leave(self, duration_s: float | None = None) -> None:
         """Count a request out that `enter` let in; None if it was never served."""
@@ -82,21 +101,15 @@ class TenantGate:
 
     def level(self, now_s: float) -> float | None:
         """Return the tokens that could be used now; None if there is no limit."""
-        if self.tenant.tokens_per_s is None:
+        if self._rate is None:
             return None
         self._fill(now_s)
         return self._level
 
-    def _wait_s(self, tokens: float, now_s: float) -> float:
-        """Return how long until `tokens` can be taken; 0 if they can be now."""
-        rate, burst = self.tenant.tokens_per_s, self.tenant.burst
-        if rate is None or burst is None:
-            return 0.0
-        self._fill(now_s)
-        return max(0.0, min(tokens, burst) - self._level) / rate
-
     def _fill(self, now_s: float) -> None:
-        rate, burst = self.tenant.tokens_per_s, self.tenant.burst
-        if rate is not None and burst is not None:
-            self._level = min(burst, self._level + rate * (now_s - self._filled_s))
+        if now_s <= self._filled_s:
+            return
+        if self._rate is not None:
+            filled = self._level + self._rate * (now_s - self._filled_s)
+            self._level = min(self._burst, filled)
         self._filled_s = now_s

@@ -53,11 +53,11 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trusted: bool = False
 
     @property
-    def burst(self) -> float | None:
+    def burst(self) -> float:
         """Tokens that may be used at once: ten seconds' worth unless the file says."""
-        if self.tokens_per_s is None:
-            return None
-        return 10.0 * self.tokens_per_s if self.tokens_burst is None else self.tokens_burst
+        if self.tokens_burst is not None:
+            return self.tokens_burst
+        return 10.0 * (self.tokens_per_s or 0.0)
 
     def may_use(self, model: str) -> bool:
         """Whether this tenant may ask for a model by this name."""

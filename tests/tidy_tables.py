@@ -141,6 +141,7 @@ PURE = (
     "router/template_content.py",
     "router/template_habits.py",
     "router/tenant_gate.py",
+    "router/tenant_peers.py",
     "router/tenants.py",
     "router/unreadable.py",
     "router/usage.py",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +16,9 @@ import aiohttp
 import pytest
 
 from router import watched_files
-from schemas.bus import Routed
+from schemas import subjects
+from schemas.bus import Finished, RouteBatch, Routed, RouteEvent
+from schemas.codec import encode
 from tests.bus.certificates import make_certificates
 from tests.router.fake_engine import Behaviour, Mode
 from tests.router.service_rig import MODEL, ServiceRig, chat, until
@@ -150,6 +154,40 @@ async def test_a_tenant_pays_for_prompts_and_answers(tmp_path: Path) -> None:
         metrics = rig.process.metrics.render().decode()
         assert 'multiplane_requests_rejected_total{reason="tenant_tokens"} 2.0' in metrics
         assert 'multiplane_tenant_tokens_total{kind="output",tenant="slow"} 100.0' in metrics
+
+
+async def test_what_was_not_served_is_not_charged(tmp_path: Path) -> None:
+    """An engine's refusal or failure gives the prompt's tokens back."""
+    async with guarded(tmp_path) as rig:
+        gates = {gate.tenant.name: gate for gate in rig.process._access.gates}
+        for status in (422, 500):
+            rig.engines["a"].behaviour = Behaviour(status=status)
+            assert (await ask(rig, "sk-slow")).status == status
+            await until(lambda: not rig.served.plane.requests.tickets)
+            assert gates["slow"].level(time.monotonic()) == 40.0
+        state = await rig.http.get(f"{rig.admin}/debug/state")
+        assert state["tenants"]["slow"]["tokens_available"] == 40.0
+
+
+async def test_a_limit_holds_over_all_routers(tmp_path: Path) -> None:
+    """What another router has let in takes places and tokens here, until it has ended."""
+    async with guarded(tmp_path) as rig:
+        subject, numbers = subjects.route(MODEL, "other"), itertools.count()
+
+        def told(*events: RouteEvent) -> None:
+            batch = RouteBatch("other", 1, next(numbers), 0.0, list(events))
+            rig.bus.publish(subject, encode(batch))
+
+        told(Routed("r1", "a", 0.0, tenant="acme", prompt_tokens=7))
+        gates = {gate.tenant.name: gate for gate in rig.process._access.gates}
+        await until(lambda: gates["acme"].elsewhere == 1)
+        assert (await ask(rig, "sk-acme")).status == 429
+        told(Finished("r1", "a", "ok", 200, 0.0, tenant="acme", output_tokens=7))
+        await until(lambda: gates["acme"].elsewhere == 0)
+        assert (await ask(rig, "sk-acme")).status == 200
+        told(Finished("r2", "a", "ok", 200, 0.0, tenant="slow", output_tokens=500))
+        await until(lambda: (gates["slow"].level(time.monotonic()) or 0.0) < 0)
+        assert (await ask(rig, "sk-slow")).status == 429
 
 
 async def test_a_tenants_exponents_and_name_reach_the_decision(tmp_path: Path) -> None:

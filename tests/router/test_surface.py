@@ -141,6 +141,8 @@ def test_the_model_is_found_in_any_body() -> None:
     multipart = b"multipart/form-data; boundary=x"
     assert read_body(PASS_THROUGH, form, multipart) == (None, "whisper")
     assert read_body(PASS_THROUGH, form) == (None, "")
+    large = form.replace(b"\x00\xff", b"\x00\xff" * 1_000_000)
+    assert read_body(PASS_THROUGH, large, multipart) == (None, "whisper")
     assert read_body(PASS_THROUGH, b'{"model":"m","x":1}') == (None, "m")
     for body in (b"", b"\xff", b"[1]", b'{"model":null}', b'{"model":7}'):
         assert read_body(PASS_THROUGH, body) == (None, "")
