@@ -18,8 +18,10 @@ from schemas.bus import (
     Drain,
     InstanceRecord,
     PolicyOverride,
+    RouterLease,
     decode_instance,
     decode_policy,
+    decode_router,
 )
 from schemas.codec import encode
 
@@ -31,6 +33,13 @@ class Standing(msgspec.Struct, frozen=True):
 
     model: str
     statement: Statement
+
+
+class RouterEntry(msgspec.Struct, frozen=True):
+    """Where a router that serves a model is."""
+
+    model: str
+    lease: RouterLease
 
 
 class Operator:
@@ -49,6 +58,17 @@ class Operator:
             if entry is not None and entry.value is not None:
                 records.append(decode_instance(entry.value))
         return sorted(records, key=lambda record: (record.model, record.instance_id))
+
+    async def routers(self) -> list[RouterEntry]:
+        """Return the routers that say where they are, by model and router."""
+        bucket = await self._bus.bucket(subjects.ROUTERS)
+        found = []
+        for key in await bucket.keys():
+            model, _ = subjects.parse_key(key)
+            entry = await bucket.get(key)
+            if entry is not None and entry.value is not None:
+                found.append(RouterEntry(model, decode_router(entry.value)))
+        return sorted(found, key=lambda entry: (entry.model, entry.lease.router_id))
 
     async def find(self, instance_id: str) -> InstanceRecord:
         """Return an instance's record.

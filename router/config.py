@@ -32,6 +32,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
         events_slice_s: time given to bus messages before requests get their turn.
         join_s_max: how long a router that starts learns before it listens for clients: one that
             serves at once refuses them, or scatters their prefixes.
+        register_s: how often this router says where it is, for people who look for it.
         tick_s: how often ageing and sweeping run.
         flush_s: how long route events wait for company.
         snapshot_timeout_s: silence of a sidecar that was asked for a snapshot, or in the middle of
@@ -64,6 +65,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
     events_max: int = 100_000
     events_slice_s: float = 0.002
     join_s_max: float = 5.0
+    register_s: float = 5.0
     tick_s: float = 0.1
     flush_s: float = 0.005
     snapshot_timeout_s: float = 2.0

@@ -108,20 +108,30 @@ class EventPath:
         self._watches.append(await verdicts.watch(self._verdict_entry))
         self._spawn(self._ticking())
 
+    async def synced(self, within_s: float) -> str:
+        """Wait until every record and verdict there is has come; returns what is wrong, if not."""
+        try:
+            async with asyncio.timeout(within_s):
+                for watch in self._watches:
+                    await watch.synced(within_s)
+        except (BusError, TimeoutError) as error:
+            return str(error) or f"not within {within_s:g} s"
+        return ""
+
     async def caught_up(self, within_s: float) -> bool:
         """Wait until this router knows what the others know; False if that took too long.
 
         That is: every record and verdict there is, every block set, and how to read prompts.
         """
+        if await self.synced(within_s):
+            return False
         try:
             async with asyncio.timeout(within_s):
-                for watch in self._watches:
-                    await watch.synced(within_s)
                 while True:
                     if not self._behind():
                         return True
                     await asyncio.sleep(_LOOK_S)
-        except (BusError, TimeoutError):
+        except TimeoutError:
             return False
 
     def _behind(self) -> bool:

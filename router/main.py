@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from controlplane import runtime
 from controlplane.bus import connect
@@ -24,12 +25,13 @@ from router.http_server import HttpServer
 from router.metrics import RequestMetrics, Sample
 from router.plane_samples import plane_samples, tenant_samples
 from router.prefix_cache import PrefixCache
+from router.registration import Registration
 from router.service import Router
 from router.tenant_peers import PeerUse
 from router.tokens import PromptReader
 from router.upstream import UpstreamPool
 from router.watched_files import WatchedFiles
-from schemas.bus import ModelCard, RouteBatch
+from schemas.bus import ModelCard, RouteBatch, RouterLease
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ class RouterProcess:
         self._server = HttpServer(self.router, config.server)
         self._admin = HttpServer(Admin(self.router), config.server)
         self._watching: asyncio.Task[None] | None = None
+        self._registration: Registration | None = None
+        self._registering: asyncio.Task[NoReturn] | None = None
 
     def _watch_files(self) -> ssl.SSLContext | None:
         """Load keys, tenants and certificate, now and whenever they change."""
@@ -118,21 +122,21 @@ class RouterProcess:
         return PromptReader(card, self._cache, self._executor)
 
     async def start(self) -> None:
-        """Learn what the bus knows, then serve; returns once both ports listen.
+        """Serve operators, learn what the bus knows, then serve clients; returns once it does.
 
         Raises:
             OSError: a port cannot be bound.
         """
         config = self.config
         self.metrics.watch(self._samples)
+        self.admin_address = await self._admin.start(config.admin_host, config.admin_port)
         await self.events.start()
-        if not await self.events.caught_up(config.join_s_max if self._bus.connected else 0.0):
-            logger.warning("serving without having learnt all that the bus knows")
+        await self._learn()
         self.address = await self._server.start(
             config.host, config.port, reuse_port=config.reuse_port, tls=self._tls
         )
-        self.admin_address = await self._admin.start(config.admin_host, config.admin_port)
         self._watching = asyncio.create_task(self._files.run())
+        self._register()
         runtime.settle_gc()
         logger.info(
             "router %s serves on %s:%d, metrics and debugging on %s:%d",
@@ -141,8 +145,41 @@ class RouterProcess:
             *self.admin_address,
         )
 
+    async def _learn(self) -> None:
+        """Learn what the bus knows before clients come.
+
+        On a shared port that takes as long as the bus is away: whoever knows the instances answers
+        meanwhile, and a router that does not would only refuse its share of the requests.
+        """
+        config = self.config
+        while config.reuse_port and (problem := await self.events.synced(config.join_s_max)):
+            logger.warning(
+                "not listening on the shared port until the bus has told of instances: %s; is NATS "
+                "up, and `multiplane bus init` done?",
+                problem,
+            )
+        if not await self.events.caught_up(config.join_s_max if self._bus.connected else 0.0):
+            logger.warning("serving without having learnt all that the bus knows")
+
+    def _register(self) -> None:
+        """Begin to tell where this router is."""
+        lease = RouterLease(
+            self.router_id,
+            time.time_ns(),
+            seq=0,
+            sent_wall_s=0.0,
+            heartbeat_s=self.config.register_s,
+            address="{}:{}".format(*self.address),
+            admin="{}:{}".format(*self.admin_address),
+        )
+        self._registration = Registration(self._bus, self._directory, lease)
+        self._registering = asyncio.create_task(self._registration.run())
+
     async def stop(self) -> None:
         """Finish what is running, up to `stop_grace_s`, and end."""
+        if self._registering is not None and self._registration is not None:
+            self._registering.cancel()
+            await self._registration.end()
         if self._watching is not None:
             self._watching.cancel()
         await self._server.stop(grace_s=self.config.stop_grace_s)
@@ -198,11 +235,20 @@ async def serve(
     """Run a router until `stop` is set; returns the exit status."""
     bus = await connect(config.bus_url, name="router", options=config.bus_options)
     process = RouterProcess(config, bus)
-    await process.start()
-    started(process)
-    await stop.wait()
-    logger.info("stopping: running requests get up to %.0f s", config.stop_grace_s)
-    await process.stop()
+    starting = asyncio.create_task(process.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if starting.done():
+            starting.result()
+            started(process)
+            await stopping
+            logger.info("stopping: running requests get up to %.0f s", config.stop_grace_s)
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+        await process.stop()
     return 0
 
 

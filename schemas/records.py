@@ -43,13 +43,20 @@ class InstanceRecord(Message, frozen=True, tag="instance"):
 
 
 class RouterLease(Message, frozen=True, tag="router"):
-    """A router is alive; its bookings count only while it renews this."""
+    """A router serves a model; renewed as a heartbeat, for people who look for it.
+
+    Attributes:
+        address: where it listens for clients, `host:port`.
+        admin: where it listens for operators: metrics, state, explanations.
+    """
 
     router_id: str
     epoch: U64
     seq: Count
     sent_wall_s: float
     heartbeat_s: Amount = 1.0
+    address: str = ""
+    admin: str = ""
 
 
 class LeaderLease(Message, frozen=True, tag="leader"):

@@ -22,7 +22,7 @@ from controlplane.bus.protocol import Bus, BusError
 
 log = logging.getLogger(__name__)
 
-KEEP_EVERY_S = 5.0
+KEEP_EVERY_S = 2.0
 
 _NS = 1_000_000_000
 _NOT_FOUND = 404

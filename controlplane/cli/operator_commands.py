@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -20,6 +21,8 @@ Ttl = Annotated[
     float | None, typer.Option("--ttl-s", min=1.0, help="Ends by itself after this long.")
 ]
 InstanceId = Annotated[str, typer.Argument(help="Instance, as `multiplane instances` lists it.")]
+
+_BEATS_MISSED_MAX = 3
 
 blacklist_app = typer.Typer(help="Keep requests from instances for a while.", no_args_is_help=True)
 policy_app = typer.Typer(help="Override the routers' policy.", no_args_is_help=True)
@@ -78,6 +81,28 @@ def instances(
                 str(record.num_blocks or "?"),
                 record.engine_version,
             )
+        Console().print(table)
+
+    _with_operator(bus, work)
+
+
+@with_bus
+def routers(
+    *,
+    bus: BusPlace,
+) -> None:
+    """List the routers, and where each answers clients and operators."""
+    from rich.console import Console
+    from rich.table import Table
+
+    async def work(operator: Operator) -> None:
+        table = Table("model", "router", "clients", "operators", "last heard")
+        for entry in await operator.routers():
+            lease = entry.lease
+            silent_s = time.time() - lease.sent_wall_s
+            lost = " (lost)" if silent_s > _BEATS_MISSED_MAX * lease.heartbeat_s else ""
+            heard = f"{silent_s:.0f} s ago{lost}"
+            table.add_row(entry.model, lease.router_id, lease.address, lease.admin, heard)
         Console().print(table)
 
     _with_operator(bus, work)

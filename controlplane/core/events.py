@@ -14,7 +14,6 @@ from schemas.bus import (
     LoadReport,
     PolicyOverride,
     RouteBatch,
-    RouterLease,
     SnapshotChunk,
 )
 
@@ -63,7 +62,6 @@ Event = (
     | SnapshotFailed
     | LoadReport
     | RouteBatch
-    | RouterLease
     | HotspotRaised
     | HotspotCleared
     | PolicyOverride

@@ -40,6 +40,7 @@ class Instance:
         resync_attempt: tries since the set was last exact.
         fetch: the snapshot that was asked for and has neither come nor failed; 0 for none.
         fetch_due_s: when it is asked for.
+        set_backs: how often its record named an older epoch, last at `set_back_s`.
         wrongs: how often its set was wrong as it came, last at `wrong_s`.
         drained: an operator's drain is in force.
         blacklisted_until_s: an operator's blacklist is in force until then.
@@ -62,6 +63,8 @@ class Instance:
         "record",
         "resync_attempt",
         "row",
+        "set_back_s",
+        "set_backs",
         "shadow",
         "shadow_chunks",
         "shadow_of",
@@ -88,6 +91,8 @@ class Instance:
         self.resync_attempt = 0
         self.fetch = 0
         self.fetch_due_s = 0.0
+        self.set_backs = 0
+        self.set_back_s = float("-inf")
         self.wrongs = 0
         self.wrong_s = float("-inf")
         self.drained = False

@@ -47,9 +47,15 @@ from schemas.bus import (
     LoadReport,
     PolicyOverride,
     RouteBatch,
-    RouterLease,
     SnapshotChunk,
 )
+
+SET_BACK_S = 60.0
+"""An epoch that went back once, as after a clock was set, is forgotten after this long."""
+
+SET_BACKS_MAX = 3
+SET_BACKS_TOLD = 100
+"""The third time is an alarm, and then every hundredth: about every three minutes."""
 
 
 class PlaneConfig(msgspec.Struct, frozen=True):
@@ -141,7 +147,6 @@ class Plane:
             SnapshotFailed: self._snapshot_failed,
             LoadReport: self._load,
             RouteBatch: self._route,
-            RouterLease: self._lease,
             HotspotRaised: self._hotspot_raised,
             HotspotCleared: self._hotspot_cleared,
             PolicyOverride: self._policy_override,
@@ -176,13 +181,30 @@ class Plane:
             joined = Note("joined", record.instance_id, f"{record.url} is {record.state}")
             return [joined, *self.intake.join(instance, now_s)]
         changed = instance.record.state != record.state
+        effects = self._voices(instance, record, now_s)
         instance.record = record
         self.fleet.records_changed()
         self.fleet.refresh(instance, now_s)
-        effects: list[Effect] = self.intake.renewed(instance, now_s)
+        effects += self.intake.renewed(instance, now_s)
         if changed:
             effects.append(Note("state", record.instance_id, f"is {record.state}"))
         return effects
+
+    def _voices(self, instance: Instance, record: InstanceRecord, now_s: float) -> list[Effect]:
+        """Notice when two sidecars speak for one instance: its epoch goes back again and again."""
+        if record.epoch >= instance.record.epoch:
+            return []
+        if now_s - instance.set_back_s > SET_BACK_S:
+            instance.set_backs = 0
+        instance.set_backs += 1
+        instance.set_back_s = now_s
+        if instance.set_backs % SET_BACKS_TOLD != SET_BACKS_MAX:
+            return []
+        text = (
+            "two sidecars speak for it in turn, so that its blocks are never known for long; stop "
+            "one, or give each an --instance-id of its own"
+        )
+        return [Alarm("two_sidecars", record.instance_id, text)]
 
     def _gone(self, event: InstanceGone, now_s: float) -> list[Effect]:
         instance = self.fleet.get(event.instance_id)
@@ -235,9 +257,6 @@ class Plane:
 
     def _route(self, batch: RouteBatch, now_s: float) -> list[Effect]:
         self.ledger.peer_message(batch, now_s)
-        return []
-
-    def _lease(self, lease: RouterLease, now_s: float) -> list[Effect]:
         return []
 
     # --- what detectors and operators say

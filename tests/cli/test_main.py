@@ -9,7 +9,7 @@ import pytest
 from controlplane.cli.main import run
 
 COMMANDS = (
-    *("up", "router", "sidecar", "doctor", "instances", "drain"),
+    *("up", "router", "sidecar", "doctor", "instances", "routers", "drain"),
     *("blacklist add", "blacklist remove", "blacklist list", "policy set", "policy clear"),
     *("bus init", "bus status"),
 )

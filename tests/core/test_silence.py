@@ -1,12 +1,12 @@
-"""What a silence means: whose it is, and what follows."""
+"""What a silence means, and two voices: whose they are, and what follows."""
 
 from __future__ import annotations
 
-from controlplane.core.effects import Note
+from controlplane.core.effects import Alarm, Note
 from controlplane.core.events import BreakerState, Paused, Tick
 from controlplane.core.stream import Trust
 from schemas.bus import LoadReport, RouteBatch, Routed
-from tests.core.plane_helpers import Publisher, plane, prompt, request
+from tests.core.plane_helpers import Publisher, plane, prompt, record, request
 
 
 def test_an_instance_whose_sidecar_died_serves_on_while_its_engine_answers() -> None:
@@ -38,3 +38,16 @@ def test_a_time_in_which_the_router_did_not_run_is_nobodys_silence() -> None:
     made.handle(Tick(), 26.1)
     assert instance.trust is Trust.STALE
     assert not any(made.ledger.of("a").values())
+
+
+def test_two_sidecars_of_one_instance_are_an_alarm() -> None:
+    """An epoch may go back once, as after a clock was set; one that does so in turn is named."""
+    made = plane("a")
+    alarms = []
+    for beat in range(120):
+        epoch = 200 if beat % 2 == 0 else 100
+        effects = made.handle(record("a", epoch=epoch), 2.0 * beat)
+        alarms += [beat for effect in effects if isinstance(effect, Alarm)]
+    assert alarms == [5], "the third time that it went back"
+    made.handle(record("a", epoch=300), 300.0)
+    assert made.handle(record("a", epoch=250), 301.0) == []

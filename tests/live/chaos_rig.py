@@ -259,8 +259,8 @@ async def steady(
     *,
     requests_per_s: float = 80.0,
     answer_tokens: int = 8,
-    before: int = 80,
-    after: int = 150,
+    before: int = 50,
+    after: int = 100,
     may_fail: Callable[[Reply], bool] = lambda reply: False,
 ) -> AsyncIterator[Traffic]:
     """Steady traffic around a fault: inject and heal it inside.
@@ -298,7 +298,11 @@ async def differences(stack: LocalStack, http: HttpClient) -> list[str]:
         if not router.running:
             continue
         admin = f"http://{router.ready['admin']}"
-        (state,) = (await http.get(f"{admin}/debug/state"))["models"].values()
+        models = (await http.get(f"{admin}/debug/state"))["models"]
+        if list(models) != ["tiny"]:
+            found.append(f"{router.name}: knows the models {list(models)}")
+            continue
+        (state,) = models.values()
         found += [f"{router.name}: {state['tickets']} tickets"] if state["tickets"] else []
         seen = {each["instance"]: each for each in state["instances"]}
         if seen.keys() != truths.keys():

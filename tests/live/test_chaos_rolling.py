@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from controlplane.bus import NatsBus
+from controlplane.operator import Operator
 from lab.stack import LocalStack, StackOptions
 from lab.view import BusView
 from tests.live.chaos_rig import eventually, logs, steady
@@ -64,11 +65,14 @@ async def busy_with(view: BusView, name: str) -> bool:
 
 async def test_an_operator_drains_an_instance(stack: LocalStack, view: BusView) -> None:
     """It gets no new request until it is taken back."""
+    bus = await NatsBus.connect(stack.nats_url, name="operator")
+    operator = Operator(bus)
     async with steady(stack, requests_per_s=50.0, answer_tokens=LONG, before=40, after=40):
         await multiplane("drain", "engine-1", "--nats", stack.nats_url)
         await eventually(lambda: busy_with(view, "engine-1"), False, "it is drained")
-        await multiplane("drain", "engine-1", "--off", "--nats", stack.nats_url)
+        await operator.drain("engine-1", on=False)
         await eventually(lambda: busy_with(view, "engine-1"), True, "it is taken back")
+    await bus.close()
 
 
 async def test_a_sidecar_that_is_stopped_drains_its_instance(stack: LocalStack) -> None:
@@ -105,4 +109,7 @@ async def test_routers_are_replaced_one_after_the_other(stack: LocalStack) -> No
             await old.stop()
             assert await old.wait() == 0
             old.close()
-    assert len(stack.routers) == 2
+    bus = await NatsBus.connect(stack.nats_url, name="operator")
+    found = {entry.lease.router_id for entry in await Operator(bus).routers()}
+    assert found == {router.ready["router"] for router in stack.routers}
+    await bus.close()

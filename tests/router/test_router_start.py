@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
 import pytest
 
-from router.main import RouterProcess
+from controlplane.bus.protocol import Entry
+from controlplane.operator import Operator
+from router.config import RouterConfig
+from router.main import RouterProcess, serve
 from schemas import subjects
 from schemas.bus import RouteBatch, RouterTotals, decode_route
 from tests.core.plane_helpers import Publisher, prompt
@@ -55,6 +59,38 @@ async def test_a_router_that_cannot_learn_all_serves_in_the_end() -> None:
         await other.stop()
 
 
+async def test_on_a_shared_port_a_router_without_the_bus_leaves_clients_to_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It serves operators at once, and listens for clients once the bus has told of instances."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        bus = rig.broker.bus()
+        bus.cut()
+        shared = {"reuse_port": True, "router_id": "other", "join_s_max": 0.1}
+        other = RouterProcess(msgspec.structs.replace(rig.process.config, **shared), bus)
+        starting = asyncio.create_task(other.start())
+        await until(lambda: other.admin_address[1])
+        admin = "http://{}:{}".format(*other.admin_address)
+        assert (await rig.http.get(f"{admin}/debug/state"))["models"] == {}
+        await until(lambda: caplog.text.count("not listening on the shared port") == 3)
+        assert not starting.done()
+        assert not other.address[1]
+        bus.heal()
+        await starting
+        assert other.router.directory.get(MODEL) is not None
+        await other.stop()
+
+
+async def test_a_router_that_waits_for_the_bus_can_be_stopped() -> None:
+    """A signal ends a start that may take for ever."""
+    stop = asyncio.Event()
+    config = RouterConfig("nats://127.0.0.1:1", port=0, admin_port=0, reuse_port=True)
+    serving = asyncio.create_task(serve(config, stop, lambda _: None))
+    stop.set()
+    assert await asyncio.wait_for(serving, 10.0) == 0
+
+
 async def test_a_router_that_stops_tells_that_nothing_is_booked() -> None:
     """Its last word to the other routers is an empty total, whatever they had missed."""
     async with ServiceRig() as rig:
@@ -85,3 +121,22 @@ async def test_metrics_show_whom_a_router_trusts_and_how_long_they_have_been_sil
         assert shown("instance_silence_seconds") > 0.2
         await rig.publish(rig.publishers["a"].batch())
         await until(lambda: shown("instance_trust") == 0)
+
+
+async def test_operators_find_a_router_until_it_stops() -> None:
+    """Its entry says where it answers clients and operators, and is gone with it."""
+    async with ServiceRig() as rig:
+        operator = Operator(rig.bus)
+        heard: list[Entry] = []
+        await (await rig.bus.bucket(subjects.ROUTERS)).watch(heard.append)
+        await rig.instance("a")
+        other = another(rig)
+        await other.start()
+        key = subjects.key(MODEL, "other")
+        await until(lambda: key in {entry.key for entry in heard})
+        (found,) = [e for e in await operator.routers() if e.lease.router_id == "other"]
+        assert found.model == MODEL
+        assert found.lease.address == "{}:{}".format(*other.address)
+        assert found.lease.admin == "{}:{}".format(*other.admin_address)
+        await other.stop()
+        assert "other" not in {e.lease.router_id for e in await operator.routers()}

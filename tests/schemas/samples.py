@@ -237,7 +237,12 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
     ),
     "router_lease": (
         bus.decode_router,
-        {"full": bus.RouterLease("router-1", 5, 12, 1_700_000_000.25, heartbeat_s=0.5)},
+        {
+            "full": bus.RouterLease("router-1", 5, 12, 1_700_000_000.25, heartbeat_s=0.5),
+            "findable": bus.RouterLease(
+                "router-1", 5, 12, 1_700_000_000.25, address="10.0.0.5:8000", admin="127.0.0.1:8001"
+            ),
+        },
     ),
     "leader_lease": (
         bus.decode_leader,
