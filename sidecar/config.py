@@ -43,6 +43,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
         probe_s: an event stream silent for this long is compared with the engine's replay buffer,
             which is what shows the loss of an event that no other one follows.
         replay_silence_s_max: silence within a replay before it has failed.
+        still_s_max: requests that run for this long while nothing is computed are an alarm.
         join_s_max: how long registration waits for the first replay.
         drain_s_max: how long running requests may take to end when the sidecar is stopped.
         settle_s: the least time that a drain takes: routers learn of it within this.
@@ -79,6 +80,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     http_timeout_s: float = 2.0
     probe_s: float = 2.0
     replay_silence_s_max: float = 2.0
+    still_s_max: float = 60.0
     join_s_max: float = 5.0
     drain_s_max: float = 60.0
     settle_s: float = 0.5

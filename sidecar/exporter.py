@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -77,6 +78,14 @@ class _SidecarCollector(Collector):
         yield others
 
     def _process(self) -> Iterator[Metric]:
+        still = GaugeMetricFamily(
+            f"{_PREFIX}_engine_still_seconds",
+            "How long requests have run while the engine computed nothing.",
+            labels=["instance"],
+        )
+        for instance in list(self._service.instances):
+            still.add_metric([instance.instance_id], instance.load.still_s(time.monotonic()))
+        yield still
         state = GaugeMetricFamily(f"{_PREFIX}_state", "1 for the present state.", labels=["state"])
         for each in _STATES:
             state.add_metric([each], float(self._service.state == each))

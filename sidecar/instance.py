@@ -23,6 +23,7 @@ class Instance:
         key: of its record.
         feed: its block stream; None where the engine publishes no events.
         load: what the engine says of its load.
+        still: requests run, and nothing is computed for too long.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Instance:
         self.rank = rank
         self.feed = feed
         self.load = LoadTracker()
+        self.still = False
         self.key = subjects.key(engine.model, instance_id)
         self.load_subject = subjects.load(engine.model, instance_id)
         self._config = config

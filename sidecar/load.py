@@ -6,6 +6,10 @@ on. It is disbelieved, until then, when the metrics show requests while it says 
 requests of all ranks, so it says nothing of one rank among several.
 
 Rates are the growth of the engine's counters over the last `window_s`.
+
+An engine that hangs may still answer every question. What gives it away is that requests run while
+neither its counters move nor events come: it is *still*. (A long prefill moves no counter before
+its end, but tells of its blocks.)
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ class LoadTracker:
         self._window_s = window_s
         self._server_load = 0
         self._sample = EngineSample()
+        self._events = 0
+        self._still_since_s: float | None = None
         self._history: deque[tuple[float, EngineSample]] = deque(maxlen=1024)
 
     def take_server_load(self, requests: int) -> None:
@@ -53,10 +59,23 @@ class LoadTracker:
         if requests > 0:
             self.tracked = True
 
-    def take_sample(self, sample: EngineSample, now_s: float) -> None:
-        """Take this rank's part of `/metrics`."""
-        before = self._sample
-        self._sample = sample
+    def take_sample(self, sample: EngineSample, now_s: float, *, events: int = 0) -> None:
+        """Take this rank's part of `/metrics`.
+
+        Args:
+            events: KV event messages that have come from this rank so far.
+        """
+        before, self._sample = self._sample, sample
+        progress = (sample.computed_tokens, sample.generated_tokens, events)
+        if not sample.running or progress != (
+            before.computed_tokens,
+            before.generated_tokens,
+            self._events,
+        ):
+            self._still_since_s = None
+        elif self._still_since_s is None:
+            self._still_since_s = now_s
+        self._events = events
         if self.tracked is None and self._server_load == 0 and min(before.running, sample.running):
             self.tracked = False
         history = self._history
@@ -74,7 +93,12 @@ class LoadTracker:
         self.tracked = None
         self._server_load = 0
         self._sample = EngineSample()
+        self._still_since_s = None
         self._history.clear()
+
+    def still_s(self, now_s: float) -> float:
+        """Return for how long requests have run while nothing was computed."""
+        return 0.0 if self._still_since_s is None else now_s - self._still_since_s
 
     def load(self) -> Load:
         """Return the load as of the last inputs."""

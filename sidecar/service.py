@@ -52,7 +52,8 @@ class SidecarService:
     Attributes:
         state: see the module's theory of operation.
         instances: one for each rank; empty before the engine's facts are known.
-        counts: engine_losses, engine_restarts, engine_errors, bus_errors, records, loads.
+        counts: engine_losses, engine_restarts, engine_stills, engine_errors, bus_errors, records,
+            loads.
     """
 
     def __init__(self, config: SidecarConfig, bus: Bus) -> None:
@@ -123,7 +124,9 @@ class SidecarService:
                     self.lose(str(error))
             except SourceError as error:
                 logger.error("the engine's KV events cannot be followed: %s", error)
-            await asyncio.sleep(self.config.health_s)
+            every_s = self.config.health_s
+            away = self.state in ("starting", "stopped")
+            await asyncio.sleep(min(every_s, _RETRY_S) if away else every_s)
 
     def lose(self, reason: str) -> None:
         """Take the instances out: the engine does not serve any more."""
@@ -327,13 +330,31 @@ class SidecarService:
         for instance in self.instances:
             sample = page.engines.get(instance.rank.rank)
             if sample is not None:
-                instance.load.take_sample(sample, now_s)
+                events = 0 if instance.feed is None else instance.feed.source.received
+                instance.load.take_sample(sample, now_s, events=events)
+                self._look_for_stillness(instance, now_s)
         if page.started_wall_s != self._started_wall_s and page.started_wall_s is not None:
             if self._started_wall_s is not None:
                 self.counts["engine_restarts"] += 1
                 logger.warning("the engine's server process is another one; looking at it anew")
             self._started_wall_s = page.started_wall_s
             self._look_again = True
+
+    def _look_for_stillness(self, instance: Instance, now_s: float) -> None:
+        """Say it when an engine answers, but hangs; once, and once when it goes on."""
+        still_s = instance.load.still_s(now_s)
+        if instance.still and not still_s:
+            instance.still = False
+            logger.warning("%s: the engine computes again", instance.instance_id)
+        elif not instance.still and still_s >= self.config.still_s_max:
+            instance.still = True
+            self.counts["engine_stills"] += 1
+            logger.error(
+                "%s: requests run, and nothing was computed for %.0f s: the engine hangs, although "
+                "it answers. Restart it; `multiplane drain` keeps new requests away until then",
+                instance.instance_id,
+                still_s,
+            )
 
     # --- the end
 

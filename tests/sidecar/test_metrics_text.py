@@ -114,3 +114,25 @@ def test_counters_that_shrink_begin_a_new_window() -> None:
     assert tracker.load().prefill_tokens_per_s == 200.0
     tracker.forget()
     assert tracker.load() == Load()
+
+
+def test_an_engine_is_still_while_requests_run_and_nothing_moves() -> None:
+    """Tokens of either kind or KV events are signs of life, and so is having nothing to do."""
+    tracker = LoadTracker()
+    busy = EngineSample(running=3, computed_tokens=100.0, generated_tokens=10.0)
+    tracker.take_sample(busy, 0.0, events=5)
+    tracker.take_sample(busy, 1.0, events=5)
+    assert tracker.still_s(1.0) == 0.0
+    tracker.take_sample(busy, 2.0, events=5)
+    assert tracker.still_s(4.0) == 3.0
+    tracker.take_sample(busy, 5.0, events=6)
+    assert tracker.still_s(5.0) == 0.0
+    tracker.take_sample(busy, 6.0, events=6)
+    assert tracker.still_s(7.0) == 1.0
+    for moved in (
+        EngineSample(running=3, computed_tokens=101.0, generated_tokens=10.0),
+        EngineSample(running=3, computed_tokens=101.0, generated_tokens=11.0),
+        EngineSample(computed_tokens=101.0, generated_tokens=11.0),
+    ):
+        tracker.take_sample(moved, 8.0, events=6)
+        assert tracker.still_s(9.0) == 0.0

@@ -271,6 +271,29 @@ async def test_draining_is_bounded() -> None:
     await world.close()
 
 
+async def test_an_engine_that_hangs_is_an_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    """It answers health checks and lists its requests, but computes nothing: that is said once."""
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with (
+        serving(speed=1.0) as client,
+        sidecar_of(client.url, bus, still_s_max=0.3) as service,
+    ):
+        await eventually(lambda: router.state("i-1") == "ready")
+        running = asyncio.create_task(complete(client, [1] * 40, tokens=60))
+        await eventually(lambda: any(load.running for load in router.loads["i-1"]))
+        await client.ok("/debug/fault", {"kind": "stall", "seconds": 1.5})
+        await eventually(lambda: service.counts["engine_stills"] == 1)
+        assert "the engine hangs" in caplog.text
+        assert router.state("i-1") == "ready", "routers see its batch grow; an operator decides"
+        await running
+        await eventually(lambda: "the engine computes again" in caplog.text)
+        assert service.counts["engine_stills"] == 1
+    await world.close()
+
+
 async def test_an_idle_instance_sends_heartbeats() -> None:
     """Batches without operations and unchanged records show that the sidecar lives."""
     world = MemoryWorld()
