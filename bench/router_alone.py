@@ -2,8 +2,8 @@
 
     python -m bench.router_alone --port 8000 --engines 127.0.0.1:8001,127.0.0.1:8002
 
-Nothing of the request path is left out: prompts are tokenized and hashed, the index holds the blocks
-of every instance, the policy is `multiplicative`, decisions are told with all their candidates,
+Nothing of the request path is left out: prompts are tokenized and hashed, the index holds blocks of
+every instance, the policy is `multiplicative`, decisions are told with all their candidates,
 metrics are counted. Only the sidecars are imitated, within this process.
 """
 

@@ -234,6 +234,8 @@ class Routing:
         output = usage.output_tokens
         if output is None:
             output = estimate_output_tokens(tail, body_bytes)
+        if usage.prompt_tokens is not None:
+            output += usage.prompt_tokens - self._request.prompt_tokens  # which may be an estimate
         self._gate.settle(output)
 
     # --- the end
@@ -249,6 +251,7 @@ class Routing:
         logger.exception("request %r could not be routed", self._exchange.request_id)
         if self._over:
             return
+        self._finish_ticket("upstream_error", 0, time.monotonic(), NO_USAGE)
         if self._exchange.state is State.OPEN:
             self._refuse(_CRASHED)
         else:

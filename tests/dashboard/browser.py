@@ -32,10 +32,12 @@ class Page:
         problems: errors and warnings of its console, exceptions, and requests that failed.
     """
 
-    def __init__(self, browser: Browser, session: str) -> None:
+    def __init__(self, browser: Browser, session: str, target: str) -> None:
         self.problems: list[str] = []
         self._browser = browser
         self._session = session
+        self._target = target
+        self._loaded = asyncio.Event()
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol."""
@@ -45,7 +47,15 @@ class Page:
         """Go to a page."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
+        # A tab behind others has no focus otherwise.
+        await self.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        self._loaded.clear()
         await self.call("Page.navigate", url=url)
+        await asyncio.wait_for(self._loaded.wait(), CALL_S_MAX)
+
+    async def close(self) -> None:
+        """Close the tab: a browser keeps no more than six connections to a host."""
+        await self._browser.call("Target.closeTarget", targetId=self._target)
 
     async def resize(self, width: int, height: int, *, phone: bool = False) -> None:
         """Show the page in a window of this size."""
@@ -77,7 +87,7 @@ class Page:
         """Return an expression's value once it is true; fail if it is not in time."""
         waiting = (
             "new Promise((done, fail) => { const began = performance.now(); const look = () => {"
-            f" const value = ({script}); if (value) return done(value);"
+            f" const value = ({script}); if (value) return done(value === Object(value) || value);"
             f" if (performance.now() - began > {1e3 * seconds}) return done(null);"
             " setTimeout(look, 20); }; look(); })"
         )
@@ -126,7 +136,9 @@ class Page:
 
     def heard(self, method: str, params: dict[str, Any]) -> None:
         """Take what the browser says of this tab."""
-        if method == "Runtime.exceptionThrown":
+        if method == "Page.loadEventFired":
+            self._loaded.set()
+        elif method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.problems.append(str(details.get("exception", details).get("description", details)))
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
@@ -182,7 +194,7 @@ class Browser:
             "Target.attachToTarget", targetId=target["targetId"], flatten=True
         )
         session = attached["sessionId"]
-        page = self._pages[session] = Page(self, session)
+        page = self._pages[session] = Page(self, session, target["targetId"])
         return page
 
     async def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:

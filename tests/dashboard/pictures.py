@@ -9,6 +9,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from controlplane.bus.memory_bus import MemoryBroker
 from controlplane.dashboard.server import DashboardServer
 from controlplane.dashboard.service import DashboardService
@@ -49,6 +51,14 @@ async def lived(fleet: PretendedFleet, seconds: float, per_s: int) -> None:
             fleet.heartbeats(fleet.names[len(fleet.names) // 2])
 
 
+async def photo(page: Page, name: str) -> None:
+    """Take a picture, in as few colours as it needs: repositories keep every version."""
+    path = FOLDER / name
+    await page.picture(path)
+    few = Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+    few.save(path, optimize=True)
+
+
 async def main() -> int:
     """Take all pictures; returns the exit status."""
     path = chromium()
@@ -73,13 +83,13 @@ async def small(browser: Browser) -> None:
         await page.resize(1440, 1080)
         await page.open(url)
         await lived(fleet, 4.0, 60)
-        await page.picture(FOLDER / f"dashboard-{theme}.png")
+        await photo(page, f"dashboard-{theme}.png")
     await story(page, fleet)
     await page.resize(390, 844, phone=True)
     await page.theme("light")
     await page.open(url)
     await lived(fleet, 3.0, 60)
-    await page.picture(FOLDER / "dashboard-phone.png")
+    await photo(page, "dashboard-phone.png")
     await server.stop()
     await service.stop()
     assert page.problems == [], page.problems
@@ -88,12 +98,12 @@ async def small(browser: Browser) -> None:
 async def story(page: Page, fleet: PretendedFleet) -> None:
     """The story of a request that has ended."""
     await page.theme("light")
-    await lived(fleet, 1.0, 60)
+    await lived(fleet, 3.0, 60)
     await page.until("document.querySelector('#list li[data-outcome=ok] .row')")
     await page.run("document.querySelector('#list li[data-outcome=ok] .row').click()")
     await page.until("document.querySelector('#dialog .candidates')")
     await lived(fleet, 0.5, 30)
-    await page.picture(FOLDER / "dashboard-story.png")
+    await photo(page, "dashboard-story.png")
 
 
 async def large(browser: Browser) -> None:
@@ -106,7 +116,7 @@ async def large(browser: Browser) -> None:
     await lived(fleet, 6.0, 500)
     await page.run("document.querySelectorAll('.cell')[333].focus()")
     await lived(fleet, 1.0, 500)
-    await page.picture(FOLDER / "dashboard-1024.png")
+    await photo(page, "dashboard-1024.png")
     await server.stop()
     await service.stop()
     assert page.problems == [], page.problems

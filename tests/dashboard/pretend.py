@@ -43,7 +43,7 @@ class PretendedFleet:
         self.names = [f"gpu-{number:03d}" for number in range(1, instances + 1)]
         self.plane = Plane(MODEL, "router-1", time.time_ns(), PlaneConfig(batch_cap=64))
         self.publishers = {name: Publisher(name) for name in self.names}
-        self.running: list[tuple[float, bool, Ticket, int]] = []
+        self.running: list[tuple[float, float, Ticket, int]] = []
         self.now_s = 0.0
         self._tenants = tenants
         self._asked = 0
@@ -93,6 +93,7 @@ class PretendedFleet:
             (f"blacklist-{self.names[-2]}", barred),
         ):
             await bucket.put(subjects.key(MODEL, name), encode(message))
+            self.plane.handle(message, self.now_s)
 
     def step(self, seconds: float, requests: int) -> None:
         """Let time pass, and so many requests come."""
@@ -121,27 +122,29 @@ class PretendedFleet:
         )
         decision = self.plane.requests.decide(request, self.now_s)
         assert decision is not None
+        queue_s = rng.choice((0.0, 0.0, rng.uniform(0.0, 0.2))) if self._tenants else 0.0
         ticket = self.plane.requests.book(
             decision,
             self.now_s,
             time.time(),
             decide_s=rng.uniform(35e-6, 90e-6),
             tokenize_s=rng.uniform(1e-4, 9e-4),
-            queue_s=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.2))) if self._tenants else 0.0,
+            queue_s=queue_s,
         )
-        ttft_s = 0.02 + decision.new_tokens / 16_000 + 0.004 * int(decision.batch_size.mean())
-        self.running.append((self.now_s + ttft_s, False, ticket, rng.randrange(20, 300)))
+        prefill_s = 0.02 + decision.new_tokens / 16_000 + 0.002 * int(decision.batch_size.mean())
+        ttft_s = queue_s + prefill_s * rng.uniform(0.8, 1.4)
+        self.running.append((self.now_s + ttft_s, -ttft_s, ticket, rng.randrange(20, 300)))
 
-    def _next(self, entry: tuple[float, bool, Ticket, int]) -> None:
-        at_s, prefilled, ticket, output = entry
+    def _next(self, entry: tuple[float, float, Ticket, int]) -> None:
+        """Let a request get its first token, or end; the time to the first is negative before."""
+        at_s, ttft_s, ticket, output = entry
         instance = ticket.decision.instance.record.instance_id
-        began_s = ticket.booking.booked_s
-        if not prefilled:
-            self.plane.requests.first_byte(ticket, at_s - began_s)
+        if ttft_s < 0:
+            self.plane.requests.first_byte(ticket, -ttft_s)
             batch = self.publishers[instance].store(ticket.decision.request.hashes)
             self._kv(batch)
             ends_s = at_s + output * self.rng.uniform(0.007, 0.012)
-            self.running.append((ends_s, True, ticket, output))
+            self.running.append((ends_s, -ttft_s, ticket, output))
             return
         failed = self.rng.random() < 0.004
         self.plane.requests.finish(
@@ -152,7 +155,7 @@ class PretendedFleet:
             time.time(),
             cached_tokens=ticket.decision.hit,
             output_tokens=output,
-            ttft_s=min(0.02 + ticket.decision.new_tokens / 16_000, self.now_s - began_s),
+            ttft_s=ttft_s,
         )
 
     def loads(self) -> None:

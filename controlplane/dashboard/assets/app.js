@@ -116,6 +116,18 @@ function open() {
   else if (wanted.has("instance")) panel.instance(wanted.get("instance"));
 }
 
+// A page that nobody sees lets go of its connection: a browser has six for each host.
+let leaving = 0;
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(leaving);
+  if (document.hidden) {
+    leaving = setTimeout(() => {
+      source.close();
+      source = null;
+    }, 20_000);
+  } else if (!source) follow(current);
+});
+
 setInterval(() => {
   if (heard && performance.now() - heard > 3000) link("lost", "nothing is heard");
 }, 1000);
