@@ -3,13 +3,15 @@
 GET  /metrics                 Prometheus
 GET  /health, /ready          liveness and readiness
 GET  /debug/state             the fleet as this router sees it
-GET  /debug/blocks?instance=  the block hashes it believes an instance has
+GET  /debug/blocks?instance=  the block hashes it believes an instance has; &model= if two models
+                              have instances of that name
 POST /debug/explain           any request that has a prompt → every candidate; nothing is sent
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -17,7 +19,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from router.http_exchange import JSON, Exchange
+from controlplane.core.dispatch import Decision
+from router.http_exchange import JSON, Exchange, State
 from router.local_answers import PROBES
 from router.metrics import CONTENT_TYPE
 from router.prompt import Inexact, Prompt
@@ -26,6 +29,8 @@ from router.service import Router
 from router.surface import ENDPOINTS, Endpoint, estimate_tokens, read, read_body
 from router.tenants import ANYBODY
 from schemas.codec import RemoteError
+
+logger = logging.getLogger(__name__)
 
 
 class Admin:
@@ -71,7 +76,15 @@ class Admin:
             }
             for gate in self._router.access.gates
         }
-        state = {"router_id": self._router.router_id, "models": models, "tenants": tenants}
+        state = {
+            "router_id": self._router.router_id,
+            "models": models,
+            "tenants": tenants,
+            "unusable": [
+                {"model": model, "instance": instance_id, "problem": problem}
+                for (model, instance_id), problem in self._router.events.unusable.items()
+            ],
+        }
         exchange.respond(200, (JSON,), msgspec.json.encode(state))
 
     def _instance(self, served: Any, instance: Any) -> dict[str, Any]:
@@ -97,10 +110,11 @@ class Admin:
         }
 
     def _blocks(self, exchange: Exchange) -> None:
-        wanted = parse_qs(exchange.query.decode("latin-1")).get("instance", [""])[0]
+        query = parse_qs(exchange.query.decode("latin-1"))
+        wanted, model = query.get("instance", [""])[0], query.get("model", [""])[0]
         for served in self._router.directory:
             instance = served.plane.fleet.get(wanted)
-            if instance is not None:
+            if instance is not None and model in ("", served.model):
                 break
         else:
             exchange.respond_error(
@@ -124,6 +138,14 @@ class Admin:
         task.add_done_callback(self._tasks.discard)
 
     async def _explain_later(self, exchange: Exchange) -> None:
+        try:
+            await self._explained(exchange)
+        except Exception:
+            logger.exception("a request could not be explained")
+            if exchange.state is State.OPEN:
+                exchange.respond_error(500, "server_error", "the router failed; this is a bug")
+
+    async def _explained(self, exchange: Exchange) -> None:
         body = exchange.body
         endpoint = _endpoint_of(exchange)
         try:
@@ -149,34 +171,40 @@ class Admin:
         if decision is None:
             exchange.respond_error(503, "service_unavailable", "no instance", code="no_instance")
             return
-        candidates = [
-            {
-                "instance": candidate.instance_id,
-                "p_tokens": candidate.queued_tokens
-                + max(request.prompt_tokens - candidate.hit_tokens, 1),
-                "queued_tokens": candidate.queued_tokens,
-                "batch_size": candidate.batch_size,
-                "hit_tokens": candidate.hit_tokens,
-                "score": candidate.score,
-                "eligible": candidate.eligible,
-                "trust": decision.rows[row].trust,
-            }
-            for row, candidate in enumerate(decision.candidates())
-        ]
-        answer = {
-            "model": resolved.served.model,
-            "pick": decision.instance.record.instance_id,
-            "policy": decision.choice.policy,
-            "reason": decision.reason,
-            "prompt_tokens": request.prompt_tokens,
-            "exact": request.exact,
-            "block_size": request.block_size,
-            "block_hashes": [f"{block:016x}" for block in request.hashes],
-            "ties": decision.choice.ties,
-            "decide_s": took_s,
-            "candidates": candidates,
-        }
+        answer = _explanation(resolved.served.model, decision) | {"decide_s": took_s}
         exchange.respond(200, (JSON,), msgspec.json.encode(answer))
+
+
+def _explanation(model: str, decision: Decision) -> dict[str, Any]:
+    """Return a decision and all that led there, as operators read it."""
+    request = decision.request
+    candidates = [
+        {
+            "instance": candidate.instance_id,
+            "p_tokens": candidate.queued_tokens
+            + max(request.prompt_tokens - candidate.hit_tokens, 1),
+            "queued_tokens": candidate.queued_tokens,
+            "batch_size": candidate.batch_size,
+            "hit_tokens": candidate.hit_tokens,
+            "score": candidate.score,
+            "eligible": candidate.eligible,
+            "excluded_by": candidate.excluded_by,
+            "trust": decision.rows[row].trust,
+        }
+        for row, candidate in enumerate(decision.candidates())
+    ]
+    return {
+        "model": model,
+        "pick": decision.instance.record.instance_id,
+        "policy": decision.choice.policy,
+        "reason": decision.reason,
+        "prompt_tokens": request.prompt_tokens,
+        "exact": request.exact,
+        "block_size": request.block_size,
+        "block_hashes": [f"{block:016x}" for block in request.hashes],
+        "ties": decision.choice.ties,
+        "candidates": candidates,
+    }
 
 
 def _endpoint_of(exchange: Exchange) -> Endpoint:

@@ -31,6 +31,7 @@ from controlplane.core.events import (
 from controlplane.core.stream import Trust
 from router.config import RouterConfig
 from router.directory import Directory, ServedModel
+from router.engine_address import AddressError, parse_address
 from router.standing import StandingVerdicts
 from router.template_habits import habits_of
 from router.tokens import PromptReader
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _SWEEPS_MAX = 100  # steps a tick
 _LOOK_S = 0.02
+_UNUSABLE_MAX = 1024  # the oldest are forgotten beyond it; they are only shown
 
 PAUSE_S = 1.0
 """A tick that comes later than this is no busy loop: the process did not run."""
@@ -58,6 +60,7 @@ class EventPath:
 
     Attributes:
         counts: what happened, by name: messages, undecodable, overflow, notes and alarms by kind.
+        unusable: (model, instance id) → why its record, as it stands, is of no use.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class EventPath:
         peer_told: Callable[[str, messages.RouteBatch, float], None] | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.unusable: dict[tuple[str, str], str] = {}
         self._bus = bus
         self._directory = directory
         self._config = config
@@ -218,11 +222,13 @@ class EventPath:
         """An instance's record came, changed or went."""
         try:
             model, instance_id = subjects.parse_key(entry.key)
-            record = None if entry.value is None else messages.decode_instance(entry.value)
+            record = None if entry.value is None else _decode_record(entry.value, entry.key)
         except RemoteError as error:
             self.counts["undecodable"] += 1
             logger.warning("unreadable instance record %s: %s", entry.key, error)
             return
+        if not self._usable(model, instance_id, record):
+            record = None
         now_s = time.monotonic()
         served = self._directory.get(model)
         if record is None:
@@ -248,6 +254,29 @@ class EventPath:
         self._directory.rename()
         self._instances_changed()
         self.carry_out(effects)
+
+    def _usable(self, model: str, instance_id: str, record: messages.InstanceRecord | None) -> bool:
+        """Say whether requests could be sent to where a record says; keep book of those that not.
+
+        Whatever is wrong with one record concerns nobody but its own instance.
+        """
+        key = (model, instance_id)
+        known = self.unusable.pop(key, None)
+        if record is None or record.state == "stopped":
+            return True
+        try:
+            parse_address(record.url)
+        except AddressError as error:
+            problem = str(error)
+        else:
+            return True
+        if problem != known:
+            self.counts["unusable_record"] += 1
+            logger.error("instance %s of %s cannot be used: %s", instance_id, model, problem)
+        self.unusable[key] = problem
+        while len(self.unusable) > _UNUSABLE_MAX:
+            del self.unusable[next(iter(self.unusable))]
+        return False
 
     def _want_card(self, served: ServedModel, digest: str) -> None:
         """Fetch a model card, unless the one in use still belongs to some instance."""
@@ -420,6 +449,18 @@ class EventPath:
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the event path failed", exc_info=task.exception())
             self.counts["task_failed"] += 1
+
+
+def _decode_record(value: bytes, key: str) -> messages.InstanceRecord:
+    """Return the record in an entry of the bucket.
+
+    Raises:
+        RemoteError: it cannot be read, or stands under another instance's key.
+    """
+    record = messages.decode_instance(value)
+    if subjects.key(record.model, record.instance_id) != key:
+        raise RemoteError("it is about another instance than its key")
+    return record
 
 
 def _is_renewal(before: messages.InstanceRecord, record: messages.InstanceRecord) -> bool:

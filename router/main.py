@@ -210,6 +210,11 @@ class RouterProcess:
         for name in bus.__struct_fields__:
             suffix = "" if name.startswith("buffered") else "_total"
             yield Sample(f"bus_{name}{suffix}", "See BusStats.", getattr(bus, name))
+        yield Sample(
+            "records_unusable",
+            "Instance records that no request can be sent by, such as for a bad url.",
+            len(self.events.unusable),
+        )
         yield Sample("events_waiting", "Bus messages not taken in yet.", self.events.waiting)
         for name, value in self.events.counts.items():
             yield Sample(f"events_{name}_total", "See EventPath.counts.", value)

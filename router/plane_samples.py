@@ -55,7 +55,7 @@ def plane_samples(directory: Directory, instances: Instances, now_s: float) -> I
             batch.values[model, name] = int(ledger.batch[row])
             queued.values[model, name] = int(ledger.queued[row])
             context.values[model, name] = int(ledger.context[row])
-            found = instances.breakers.get(name)
+            found = instances.breakers.get((model, name))
             breaker.values[model, name] = 0 if found is None else _BREAKER_STATES[found.state]
             doubt.values[model, name] = _TRUST[instance.trust]
             silence.values[model, name] = max(0.0, now_s - instance.heard_s)

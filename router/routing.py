@@ -26,6 +26,7 @@ from router.access_log import Entry
 from router.directory import Resolved
 from router.http_exchange import Exchange, State
 from router.http_proxy import RETRIES_MAX, Outcome
+from router.instances import Key
 from router.prompt import Inexact, Prompt
 from router.refusals import Refusal
 from router.surface import Endpoint, Parsed, Rest, estimate_tokens, read
@@ -135,7 +136,7 @@ class Routing:
             self._gate.settle(-self._request.prompt_tokens)
             self._refuse(refusals.no_instance(self._resolved.served.model))
             return
-        self._router.forward(self._exchange, instance.record.instance_id, self)
+        self._router.forward(self._exchange, self._key_of(instance), self)
 
     def _admit(
         self, found: Prompt | Inexact, parsed: Parsed | None, now_s: float
@@ -196,7 +197,10 @@ class Routing:
         self._request = msgspec.structs.replace(self._request, tried=self._tried, by_load=degraded)
         self._router.metrics.retried(reason)
         instance = self._decide(now_s)
-        return None if instance is None else instance.record.instance_id
+        return None if instance is None else self._key_of(instance)
+
+    def _key_of(self, instance: Instance) -> Key:
+        return self._resolved.served.model, instance.record.instance_id
 
     # --- called by the forwarder
 

@@ -21,7 +21,7 @@ from router.directory import Directory, Resolved, ServedModel
 from router.event_path import EventPath
 from router.http_exchange import Exchange
 from router.http_proxy import Forwarder
-from router.instances import Instances
+from router.instances import Instances, Key
 from router.local_answers import PROBES, is_about_models, models
 from router.metrics import RequestMetrics
 from router.refusals import Refusal
@@ -160,10 +160,10 @@ class Router:
 
     # --- called by requests on their way
 
-    def forward(self, exchange: Exchange, instance_id: str, routing: Routing) -> None:
+    def forward(self, exchange: Exchange, key: Key, routing: Routing) -> None:
         """Send a request to an instance, and to others if that fails."""
         self._forwarder.forward(
-            exchange, instance_id, routing.next_upstream, routing, request_lines=self._engine_lines
+            exchange, key, routing.next_upstream, routing, request_lines=self._engine_lines
         )
 
     def spawn(self, reading: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -29,7 +29,7 @@ DEFAULT: Final = "default"
 TENANTS_MAX: Final = 1024
 """Tenants are metric labels, and label sets are bounded."""
 
-_Above = Annotated[float, msgspec.Meta(gt=0)]
+_Above = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 _Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]
 
 

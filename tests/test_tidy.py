@@ -104,7 +104,9 @@ def files() -> list[str]:
             and not name.endswith(".egg-info")
             and (not name.startswith(".") or name == ".ci")
         ]
-        found += [os.path.relpath(os.path.join(folder, name), ROOT) for name in names]
+        # In a working tree beside the first one, `.git` is a file, and none of ours.
+        ours = [name for name in names if name != ".git"]
+        found += [os.path.relpath(os.path.join(folder, name), ROOT) for name in ours]
     return sorted(found)
 
 

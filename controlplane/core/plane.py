@@ -34,7 +34,7 @@ from controlplane.core.index import PrefixIndex
 from controlplane.core.intake import BlockIntake, IntakeConfig
 from controlplane.core.load import Ledger, LoadConfig
 from controlplane.core.outbox import Outbox
-from controlplane.core.policies import make_policy
+from controlplane.core.policies import POLICIES, make_policy
 from controlplane.core.stream import Trust
 from controlplane.core.verdicts import Verdicts
 from schemas.bus import (
@@ -272,8 +272,17 @@ class Plane:
         return [Note("hotspot_cleared", "", verdict.reason)]
 
     def _policy_override(self, message: PolicyOverride, now_s: float) -> list[Effect]:
+        unknown = message.policy if message.policy and message.policy not in POLICIES else ""
+        if unknown:
+            message = msgspec.structs.replace(message, policy="")
         if not self.verdicts.override(message, now_s):
             return []
+        if unknown:
+            text = (
+                f"an override names {unknown[:64]!r}, which this router does not know; the "
+                f"configured policy goes on. There is {', '.join(POLICIES)}"
+            )
+            return [Alarm("unknown_policy", "", text)]
         text = f"{message.policy or 'configured policy'}: {message.reason}"
         return [Note("policy", "", text)]
 

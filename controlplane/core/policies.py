@@ -17,13 +17,17 @@ BAILIAN, the hit ratio against the load; `dynamo_cost` after NVIDIA Dynamo's cla
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from controlplane.core.scoring import FleetView, FloatArray, IntArray, Policy, Request, new_tokens
 from controlplane.core.scoring import queued_tokens as queued
+
+_Above = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Multiplicative(msgspec.Struct, frozen=True):
@@ -36,8 +40,8 @@ class Multiplicative(msgspec.Struct, frozen=True):
             not outweigh any batch; None never smooths.
     """
 
-    moe_factor: float = 1.0
-    smooth_tokens: float | None = None
+    moe_factor: _Above = 1.0
+    smooth_tokens: _Above | None = None
     name: ClassVar[str] = "multiplicative"
 
     def score(self, view: FleetView, request: Request) -> FloatArray:
@@ -84,7 +88,7 @@ class Linear(msgspec.Struct, frozen=True):
         weight: λ of the miss ratio, 0 to 1; 0.7 was best for chat in LMetric's evaluation.
     """
 
-    weight: float = 0.7
+    weight: _Share = 0.7
     name: ClassVar[str] = "linear"
 
     def score(self, view: FleetView, request: Request) -> FloatArray:
@@ -102,14 +106,17 @@ class DynamoCost(msgspec.Struct, frozen=True):
         block_size: tokens a block.
     """
 
-    weight: float = 1.0
-    block_size: int = 16
+    weight: _Amount = 1.0
+    block_size: _Above = 16
     name: ClassVar[str] = "dynamo_cost"
 
     def score(self, view: FleetView, request: Request) -> FloatArray:
         """Return w × (queued + new) / block + context / block."""
         prefill = queued(view) + new_tokens(request)
-        return (self.weight * prefill + view.context_tokens) / self.block_size
+        blocks: FloatArray = np.divide(
+            self.weight * prefill + view.context_tokens, self.block_size, dtype=np.float64
+        )
+        return blocks
 
 
 class SimulatedTtft(msgspec.Struct, frozen=True):
@@ -122,10 +129,10 @@ class SimulatedTtft(msgspec.Struct, frozen=True):
         decode_s: what each decoding request adds to a step.
     """
 
-    prefill_tokens_per_s: float = 16_000.0
-    chunk_tokens: int = 8_192
-    step_s: float = 0.004
-    decode_s: float = 0.0002
+    prefill_tokens_per_s: _Above = 16_000.0
+    chunk_tokens: _Above = 8_192
+    step_s: _Amount = 0.004
+    decode_s: _Amount = 0.0002
     name: ClassVar[str] = "simulated_ttft"
 
     def score(self, view: FleetView, request: Request) -> FloatArray:
@@ -154,7 +161,8 @@ def make_policy(name: str, /, **parameters: Any) -> Policy:
         parameters: as the policy's attributes; what is left out has its default.
 
     Raises:
-        ValueError: there is no such policy or parameter, or a value is of the wrong type.
+        ValueError: there is no such policy or parameter, or a value is of the wrong type or makes
+            no sense, such as a block of 0 tokens.
     """
     kind = POLICIES.get(name)
     if kind is None:

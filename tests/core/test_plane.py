@@ -15,15 +15,10 @@ from controlplane.core.load import Ledger
 from controlplane.core.plane import Plane, PlaneConfig
 from controlplane.core.stream import Trust
 from schemas.bus import (
-    Blacklist,
-    Drain,
     Finished,
     FleetRows,
-    HotspotCleared,
-    HotspotRaised,
     KvStored,
     LoadReport,
-    PolicyOverride,
     Prefilled,
     RouteBatch,
     Routed,
@@ -311,38 +306,6 @@ def test_the_return_of_the_bus_resyncs_everybody_with_jitter() -> None:
     assert len(delays) == len(names)
 
 
-def test_draining_keeps_new_requests_away_and_off_takes_them_back() -> None:
-    """A drained instance gets nothing while another is left; an old message changes nothing."""
-    made = plane("a", "b")
-    made.handle(Drain("a", True, 5, 0.0), 0.0)
-    assert {_pick(made, prompt(n)) for n in range(6)} == {"b"}
-    made.handle(Drain("a", False, 4, 0.0), 0.0)
-    assert {_pick(made, prompt(n)) for n in range(6)} == {"b"}
-    made.handle(Drain("a", False, 6, 0.0), 0.0)
-    assert {_pick(made, prompt(n)) for n in range(6)} == {"a", "b"}
-
-
-def test_the_last_instance_is_never_filtered_away() -> None:
-    """Draining everybody is ignored and named, so that requests still get through."""
-    made = plane("a")
-    made.handle(Drain("a", True, 1, 0.0), 0.0)
-    decision = made.requests.decide(request(prompt(1)), 0.0)
-    assert decision is not None
-    assert decision.choice.ignored == ("draining",)
-    assert decision.reason == "ignored:draining"
-
-
-def test_a_blacklist_ends_by_itself() -> None:
-    """Its time to live takes the instance back without a message."""
-    made = plane("a", "b")
-    made.handle(Blacklist("a", True, 1, 0.0, ttl_s=10.0), 0.0)
-    assert {_pick(made, prompt(n), 1.0) for n in range(6)} == {"b"}
-    for name in ("a", "b"):
-        made.handle(Publisher(name).batch(), 9.0)
-    made.handle(Tick(), 10.5)
-    assert {_pick(made, prompt(n), 10.5) for n in range(6)} == {"a", "b"}
-
-
 def test_an_open_breaker_keeps_requests_away() -> None:
     """The data plane's own evidence counts like a drain."""
     made = plane("a", "b")
@@ -356,31 +319,6 @@ def test_a_retry_avoids_what_was_tried() -> None:
     """An instance that failed the request is not chosen again while another is left."""
     made = plane("a", "b")
     assert {_pick(made, prompt(n), tried=("a",)) for n in range(4)} == {"b"}
-
-
-def test_a_hotspot_verdict_bars_its_class_only() -> None:
-    """Requests of the class avoid M; others may still use it; clearing lifts it."""
-    made, a = plane("a", "b"), Publisher("a")
-    a.batch()
-    hot = prompt(1, 2)
-    made.handle(a.store([*hot, *prompt(5, 6)]), 0.1)
-    made.handle(HotspotRaised(hot[1], 2, ["a"], 1, 0.0, ttl_s=60.0), 0.2)
-    assert _pick(made, prompt(1, 2, 3)) == "b"
-    assert _pick(made, prompt(5, 6)) == "a"
-    made.handle(HotspotCleared(hot[1], 2, 2, 0.0), 0.3)
-    assert _pick(made, prompt(1, 2, 3)) == "a"
-
-
-def test_a_policy_override_applies_and_ends() -> None:
-    """An operator's override decides until it is lifted or runs out."""
-    made = plane("a", "b")
-    made.handle(PolicyOverride("round_robin", 1, 0.0, ttl_s=5.0, by="op"), 0.0)
-    decision = made.requests.decide(request(prompt(1)), 1.0)
-    assert decision is not None
-    assert (decision.choice.policy, decision.reason) == ("round_robin", "override:op")
-    after = made.requests.decide(request(prompt(1)), 6.0)
-    assert after is not None
-    assert after.choice.policy == "multiplicative"
 
 
 def test_a_request_without_exact_tokens_goes_by_load() -> None:

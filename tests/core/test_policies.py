@@ -132,6 +132,9 @@ def test_every_policy_is_made_by_name():
         ("linear", {"lambda": 1}, "linear has no parameter lambda; it has weight"),
         ("round_robin", {"name": "x"}, "round_robin has no parameter name; it has none"),
         ("linear", {"weight": "much"}, "policy linear: Expected `float`"),
+        ("linear", {"weight": math.nan}, "policy linear: Expected `float`"),
+        ("dynamo_cost", {"block_size": 0}, "policy dynamo_cost: Expected `float` > 0.0"),
+        ("simulated_ttft", {"prefill_tokens_per_s": -1.0}, "Expected `float` > 0.0"),
     ],
 )
 def test_wrong_configuration_is_explained(name: str, parameters: dict, says: str):

@@ -1,0 +1,106 @@
+"""What the bus says of instances, however odd: each record and each model for itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from controlplane.operator import Operator
+from schemas import subjects
+from schemas.bus import InstanceRecord
+from schemas.codec import encode
+from tests.router.fake_engine import Behaviour, FakeEngine, Mode
+from tests.router.service_rig import MODEL, ServiceRig, chat, until
+
+pytestmark = pytest.mark.slow  # each starts a router with a real tokenizer
+
+OTHER = "other"
+
+
+async def _other_model(rig: ServiceRig, name: str, behaviour: Behaviour) -> FakeEngine:
+    """Register an engine for a second model, whose prompts cannot be read."""
+    engine = rig.engines[f"{OTHER}/{name}"] = FakeEngine(behaviour)
+    url = f"http://127.0.0.1:{await engine.start()}"
+    await rig.put(InstanceRecord(name, OTHER, url, epoch=1, kv_events=False))
+    await until(lambda: OTHER in rig.process.router.directory.names)
+    return engine
+
+
+async def test_instances_of_two_models_may_have_the_same_id() -> None:
+    """Each model's requests reach its own engine, and each engine has a breaker of its own."""
+    async with ServiceRig() as rig:
+        first = await rig.instance("vllm-0")
+        second = await _other_model(rig, "vllm-0", Behaviour(mode=Mode.DIE_BEFORE_HEAD))
+        body = {"model": OTHER, "prompt": "hi"}
+        for _ in range(5):
+            assert (await rig.refusal("/v1/completions", body)).status == 502
+        await until(lambda: "cb_state" in rig.process.metrics.render().decode())
+        metrics = rig.process.metrics.render().decode()
+        assert 'cb_state{instance="vllm-0",model="other"} 2.0' in metrics
+        assert 'cb_state{instance="vllm-0",model="tiny"} 0.0' in metrics
+        await rig.chat("hi")
+        assert (len(first.received), len(second.received)) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h:99999", "http://[::1", "ftp://h", "", "http://h/v1", "http://u:p@h", "http://h:0"],
+)
+async def test_a_record_with_a_bad_url_concerns_nobody_else(url: str) -> None:
+    """It is told, never chosen, and does not keep later instances out; corrected, it joins."""
+    async with ServiceRig() as rig:
+        bad = InstanceRecord("bad", MODEL, url, epoch=1, kv_events=False)
+        await rig.put(bad)
+        good = await rig.instance("good")
+        for number in range(4):
+            await rig.chat(f"{number}")
+        assert len(good.received) == 4
+        state = await rig.http.get(f"{rig.admin}/debug/state")
+        (unusable,) = state["unusable"]
+        assert (unusable["model"], unusable["instance"]) == (MODEL, "bad")
+        assert "url" in unusable["problem"]
+        assert rig.process.events.counts["unusable_record"] == 1
+        assert "multiplane_records_unusable 1.0" in rig.process.metrics.render().decode()
+        await rig.put(msgspec.structs.replace(bad, url=f"http://127.0.0.1:{good.port}"))
+        await until(lambda: rig.known("bad"))
+        assert not rig.process.events.unusable
+
+
+async def test_an_instance_whose_url_turns_bad_leaves() -> None:
+    """Its old address is not used any more."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        record = rig.known("a").record
+        await rig.put(msgspec.structs.replace(record, url="nonsense"))
+        await until(lambda: rig.known("a") is None)
+        assert (await rig.refusal("/v1/chat/completions", chat("hi"))).status == 503
+
+
+async def test_a_record_under_anothers_key_is_not_believed() -> None:
+    """Whoever may write one key speaks for one instance."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        bucket = await rig.bus.bucket(subjects.INSTANCES)
+        stranger = InstanceRecord("a", MODEL, "http://127.0.0.1:1", epoch=9)
+        await bucket.put(subjects.key(MODEL, "b"), encode(stranger))
+        await until(lambda: rig.process.events.counts["undecodable"])
+        assert rig.known("a").record.epoch == 1
+
+
+async def test_an_override_that_names_no_known_policy_is_told_and_ignored() -> None:
+    """Requests and explanations go on by the configured policy."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        await Operator(rig.bus, by="test").policy(MODEL, "no_such_policy")
+        await until(lambda: rig.process.events.counts["unknown_policy"])
+        await rig.chat("hi")
+        assert (await rig.explain(chat("hi")))["policy"] == "multiplicative"
+
+
+async def test_an_explanation_that_fails_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator never waits for an answer that will not come."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        monkeypatch.setattr(rig.served.plane.requests, "decide", None)
+        with pytest.raises(Exception, match="500"):
+            await rig.explain(chat("hi"))
