@@ -343,12 +343,14 @@ def test_promises_that_were_not_kept_are_explained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30, 42))
-def test_no_decision_of_a_chaotic_world_is_unexplained(seed: int) -> None:
+def test_no_decision_of_a_chaotic_world_is_unexplained() -> None:
     """Whatever fails: what routers decided follows from what they had seen."""
-    report = check(RecordedSimulation(seed).run())
-    assert report.findings == []
-    assert report.decisions > 0
+    decisions = 0
+    for seed in range(30, 42):
+        report = check(RecordedSimulation(seed).run())
+        assert report.findings == [], f"seed {seed}"
+        decisions += report.decisions
+    assert decisions > 500  # a single world may lose them all before they are recorded
 
 
 @pytest.mark.slow
