@@ -41,6 +41,9 @@ class RouterConfig(msgspec.Struct, frozen=True):
         snapshots_at_once: snapshots fetched at the same time.
         stop_grace_s: how long running streams may take to end when the router is stopped.
         access_log: file for a line about every request, `-` for standard output; empty for none.
+        otlp_endpoint: of an OpenTelemetry collector that gets a trace of requests, such as
+            `http://host:4318`; empty for none.
+        otlp_share: of the requests whose callers have not decided on that already.
         keys_path: file of API keys (`router.keys`); empty if callers need none. It, the tenants and
             the certificate are read anew when they change.
         tenants_path: file of tenants (`router.tenants`); empty if nobody has limits.
@@ -72,6 +75,8 @@ class RouterConfig(msgspec.Struct, frozen=True):
     snapshots_at_once: int = 8
     stop_grace_s: float = 60.0
     access_log: str = ""
+    otlp_endpoint: str = ""
+    otlp_share: float = 1.0
     keys_path: str = ""
     tenants_path: str = ""
     engine_key_path: str = ""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from controlplane import runtime
 from controlplane.bus import connect
@@ -33,7 +33,12 @@ from router.upstream import UpstreamPool
 from router.watched_files import WatchedFiles
 from schemas.bus import ModelCard, RouteBatch, RouterLease
 
+if TYPE_CHECKING:
+    from router.tracing import Tracer
+
 logger = logging.getLogger(__name__)
+
+_OUTCOME = ("outcome",)
 
 
 class RouterProcess:
@@ -65,6 +70,7 @@ class RouterProcess:
         self._files = WatchedFiles()
         self._tls = self._watch_files()
         self._log = AccessLog(config.access_log) if config.access_log else None
+        self._tracer = _tracer(config, self.router_id)
         self._cache = PrefixCache(config.prefix_cache_bytes)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._directory = Directory(self.router_id, time.time_ns(), config.plane)
@@ -77,6 +83,7 @@ class RouterProcess:
             self.router_id,
             access=self._access,
             access_log=self._log,
+            tracer=self._tracer,
             engine_key=_secret(config.engine_key_path),
         )
         self.events = EventPath(
@@ -190,6 +197,8 @@ class RouterProcess:
         await self._bus.close()
         if self._log is not None:
             await self._log.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _samples(self) -> Iterator[Sample]:
@@ -227,6 +236,19 @@ class RouterProcess:
         if self._log is not None:
             yield Sample("access_log_lines_total", "Lines taken.", self._log.lines)
             yield Sample("access_log_dropped_total", "Lines not written.", self._log.dropped)
+        if self._tracer is not None:
+            spans = Sample("trace_spans_total", "Spans, by what became of them.", labels=_OUTCOME)
+            spans.values.update(((outcome,), n) for outcome, n in self._tracer.counts.items())
+            yield spans
+
+
+def _tracer(config: RouterConfig, router_id: str) -> Tracer | None:
+    """Return what sends traces, if somebody collects them; only then is OpenTelemetry imported."""
+    if not config.otlp_endpoint:
+        return None
+    from router.tracing import Tracer
+
+    return Tracer(config.otlp_endpoint, router_id, config.otlp_share)
 
 
 def _secret(path: str) -> str:

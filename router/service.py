@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from router import refusals
 from router.access import KEY_HEADERS, TENANT_HEADER, Access
@@ -32,6 +32,9 @@ from router.tenants import NOBODY, Tenant
 from router.upstream import UpstreamPool
 from schemas.codec import RemoteError
 
+if TYPE_CHECKING:
+    from router.tracing import Tracer
+
 _GET: Final = (b"GET", b"HEAD")
 
 
@@ -45,6 +48,7 @@ class Router:
         access: who may send them.
         metrics: what is counted a request.
         access_log: gets a line for each request; None if there is no log.
+        tracer: gets its spans; None if nobody collects them.
         router_id: this router's name on the bus.
     """
 
@@ -60,6 +64,7 @@ class Router:
         *,
         access: Access,
         access_log: AccessLog | None = None,
+        tracer: Tracer | None = None,
         engine_key: str = "",
     ) -> None:
         self.router_id = router_id
@@ -67,9 +72,12 @@ class Router:
         self.metrics = metrics
         self.access = access
         self.access_log = access_log
+        self.tracer = tracer
         self.instances = Instances(directory, pool, config.breaker, self._tell_breaker)
         own_keys = access.asks_for_keys or bool(engine_key)
         dropped = (KEY_HEADERS if own_keys else frozenset()) | {TENANT_HEADER}
+        if tracer is not None:
+            dropped |= {b"traceparent"}  # in place of which engines get this router's
         self._forwarder = Forwarder(pool, dropped_headers=dropped)
         self._engine_lines = (
             b"authorization: Bearer %b\r\n" % engine_key.encode() if engine_key else b""
@@ -162,9 +170,10 @@ class Router:
 
     def forward(self, exchange: Exchange, key: Key, routing: Routing) -> None:
         """Send a request to an instance, and to others if that fails."""
-        self._forwarder.forward(
-            exchange, key, routing.next_upstream, routing, request_lines=self._engine_lines
-        )
+        lines, trace = self._engine_lines, routing.trace
+        if trace is not None:
+            lines += trace.line
+        self._forwarder.forward(exchange, key, routing.next_upstream, routing, request_lines=lines)
 
     def spawn(self, reading: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run what takes longer than a request may hold up the others."""

@@ -65,6 +65,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "controlplane/exporter.py": "the services' exporter",
         "lab/server_metrics.py": "the emulated engine's /metrics, as vLLM names them",
     },
+    "opentelemetry": {"router/tracing.py": "makes spans and sends them"},
     "pyarrow": {"controlplane/audit/parquet.py": "writes decisions as Parquet"},
     "rich": {
         "controlplane/cli/*.py": "what commands print",
@@ -92,9 +93,18 @@ FOREIGN: dict[str, dict[str, str]] = {
         "lab/publisher.py": "vLLM's event socket, the engine's end",
     },
 }
-OPTIONAL: dict[str, str] = {"matplotlib": "lab", "pyarrow": "audit"}
+OPTIONAL: dict[str, str] = {
+    "matplotlib": "lab",
+    "opentelemetry": "tracing",
+    "pyarrow": "audit",
+}
 """Libraries of an extra, by its name: imported only where needed, with advice if absent."""
-DISTRIBUTIONS = {"nats": "nats-py", "prometheus_client": "prometheus-client", "zmq": "pyzmq"}
+DISTRIBUTIONS = {
+    "nats": "nats-py",
+    "opentelemetry": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
+    "zmq": "pyzmq",
+}
 
 # Events and the time come in, values and effects go out: no clock, no I/O, no environment.
 PURE = (

@@ -140,6 +140,24 @@ def router(
             rich_help_panel=PROCESS,
         ),
     ] = "",
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            help="Send traces to this OpenTelemetry collector, e.g. http://host:4318.",
+            rich_help_panel=PROCESS,
+        ),
+    ] = "",
+    otlp_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of requests that are traced where the caller has not decided.",
+            rich_help_panel=PROCESS,
+        ),
+    ] = 1.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Route OpenAI requests to the instances that have registered on the bus.
@@ -177,6 +195,8 @@ def router(
         plane=plane,
         stop_grace_s=stop_grace_s,
         access_log=access_log,
+        otlp_endpoint=otlp_endpoint,
+        otlp_share=otlp_share,
         keys_path=_path(api_keys),
         tenants_path=_path(tenants),
         engine_key_path=_path(engine_key_file),
@@ -209,7 +229,7 @@ def _path(path: Path | None) -> str:
 
 
 def _check_files(config: RouterConfig) -> None:
-    """Read what the configuration names, so that a mistake is told before anything starts.
+    """Try what the configuration names, so that a mistake is told before anything starts.
 
     Raises:
         UsageError: a file cannot be used; says which and why.
@@ -220,6 +240,13 @@ def _check_files(config: RouterConfig) -> None:
     from router.access import Access
     from router.tenants import ConfigError
 
+    if config.otlp_endpoint:
+        try:
+            import router.tracing  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"--otlp-endpoint needs {error.name}: pip install 'multiplane[tracing]'"
+            ) from error
     if config.tls_key_path and not config.tls_cert_path:
         raise UsageError("--tls-key needs --tls-cert")
     try:
