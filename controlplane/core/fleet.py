@@ -42,6 +42,7 @@ class Instance:
         fetch_due_s: when it is asked for.
         set_backs: how often its record named an older epoch, last at `set_back_s`.
         wrongs: how often its set was wrong as it came, last at `wrong_s`.
+        unused: batches in a row that were old, since one could be used, at `used_s`.
         drained: an operator's drain is in force.
         blacklisted_until_s: an operator's blacklist is in force until then.
     """
@@ -70,6 +71,8 @@ class Instance:
         "shadow_of",
         "slots",
         "trust",
+        "unused",
+        "used_s",
         "wrong_s",
         "wrongs",
     )
@@ -95,6 +98,8 @@ class Instance:
         self.set_back_s = float("-inf")
         self.wrongs = 0
         self.wrong_s = float("-inf")
+        self.unused = 0
+        self.used_s = now_s
         self.drained = False
         self.drain_revision = -1
         self.breaker_open = False

@@ -34,6 +34,10 @@ HEARD_S = 2.0
 FORGIVEN_S = 60.0
 """A set that did not add up, or found no room, is forgotten after this long."""
 
+UNUSED_BATCHES_MAX = 3
+UNUSED_S_MAX = 5.0
+"""So many batches over so long of which none could be used are no late or repeated ones."""
+
 ALARMING_ATTEMPT = 3
 """Earlier tries to get a snapshot fail for no other reason than that both sides just came back."""
 
@@ -69,7 +73,7 @@ class BlockIntake:
         connected: whether the bus can carry requests.
         counts: how often each thing happened, by name: batches, blocks_stored, blocks_removed,
             resyncs, snapshots, digest_mismatch, slots_full, slot_full, index_full, snapshot_failed,
-            snapshot_outdated.
+            snapshot_outdated, never_sent and abandoned (see `stream`).
     """
 
     def __init__(
@@ -90,6 +94,14 @@ class BlockIntake:
         """Take one batch of an instance's block stream."""
         self.counts["batches"] += 1
         step = instance.follower.receive(batch)
+        if not step.ignored:
+            instance.unused, instance.used_s = 0, now_s
+            return self._heard(instance, step, now_s)
+        instance.unused += 1
+        if instance.unused >= UNUSED_BATCHES_MAX and now_s - instance.used_s > UNUSED_S_MAX:
+            self.counts["abandoned"] += 1
+            instance.unused, instance.used_s = 0, now_s
+            return self._heard(instance, instance.follower.abandon(), now_s)
         if batch.epoch < instance.follower.epoch:
             return []  # the last words of a sidecar that is gone
         return self._heard(instance, step, now_s)
@@ -206,6 +218,7 @@ class BlockIntake:
         self._end_fetch(instance)
         self._fetches += 1
         instance.fetch = self._fetches
+        instance.follower.asked()
         instance.resync_attempt += 1
         self.counts["resyncs"] += 1
         delay_s = self._delay_s(instance, now_s)
@@ -289,7 +302,10 @@ class BlockIntake:
         instance.slots, instance.shadow, instance.shadow_chunks = instance.shadow, {}, 0
         for slot in instance.slots.values():
             self.index.publish_slot(slot)
+        instance.unused, instance.used_s = 0, now_s
+        never_sent = follower.never_sent
         step = follower.snapshot(last.epoch, last.seq)
+        self.counts["never_sent"] += follower.never_sent - never_sent
         return self._follow(instance, step, now_s) + self.settle(instance, now_s)
 
     def failed(self, instance: Instance, reason: str, now_s: float) -> list[Effect]:

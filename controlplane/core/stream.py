@@ -18,6 +18,12 @@ may differ from the truth, and only a snapshot makes it equal again.
                    … with a gap after it       RESYNCING    keep the rest, ask again
                    … older than what is held   same         the caller must not apply it
 
+A message may be wrong, or forged: an epoch or a number that no sidecar has reached must not make
+the batches that follow look old. A snapshot settles that, as it is made after it was asked for:
+what came before the question (`asked`) and is not covered by the answer was never sent, and is
+dropped, and so is an epoch of which nothing but such batches came. And whoever hears batches and
+can use none of them for long gives up its position (`abandon`), whatever had led there.
+
 Epochs grow as long as the sidecar's clock does. If that was set back, the present epoch is an older
 one, and the instance's record says so: once it has named an older epoch than the followed one, and
 a batch of that has come, before or after, the followed one is void, and the other is a newer epoch.
@@ -52,14 +58,17 @@ class Step(msgspec.Struct, frozen=True):
         restart: empty the block set before applying.
         apply: batches to apply, in order.
         lost: why a snapshot is needed now; empty if none newly is.
+        ignored: the batch was neither applied nor kept.
     """
 
     restart: bool = False
     apply: Sequence[KvBatch] = ()
     lost: str = ""
+    ignored: bool = False
 
 
 NOTHING = Step()
+IGNORED = Step(ignored=True)
 
 
 def blocks_in(batch: KvBatch) -> int:
@@ -75,6 +84,7 @@ class StreamFollower:
         seq: the last applied sequence number of that epoch; -1 if none is.
         exact: whether everything up to `seq` is applied and nothing is known to be missing.
         kept_dropped: batches that fell out of the bounded buffer.
+        never_sent: batches that turned out not to be their sidecar's.
     """
 
     def __init__(self, kept_blocks_max: int = 1_000_000, kept_batches_max: int = 10_000) -> None:
@@ -83,8 +93,10 @@ class StreamFollower:
         self.exact = False
         self._passed_over = -1  # the older epoch of which a batch came last
         self._named = -1  # the older epoch that the record has named meanwhile
-        self.kept_dropped = 0
+        self.kept_dropped = self.never_sent = 0
         self._kept: deque[KvBatch] = deque()
+        self._kept_before_asking = 0
+        self._entered_before_asking = False
         self._kept_blocks = 0
         self._kept_blocks_max = kept_blocks_max
         self._kept_batches_max = kept_batches_max
@@ -104,12 +116,12 @@ class StreamFollower:
         if batch.epoch < self.epoch:
             if batch.epoch != self._named:
                 self._passed_over = batch.epoch
-                return NOTHING
+                return IGNORED
             self._forget()
         if batch.epoch > self.epoch:
             return self._enter(batch)
         if batch.seq <= self.seq:
-            return NOTHING
+            return IGNORED
         if not self.exact:
             self._keep(batch)
             return NOTHING
@@ -145,15 +157,31 @@ class StreamFollower:
     def _forget(self) -> None:
         """Follow nothing, as in the beginning: whatever comes next is a newer epoch."""
         self.epoch = self.seq = self._passed_over = self._named = -1
-        self.exact = False
+        self.exact = self._entered_before_asking = False
         self._forget_kept()
 
     def distrust(self) -> None:
         """Require a snapshot: the applied set is known to differ from the published one."""
         self.exact = False
 
+    def abandon(self) -> Step:
+        """Give up the position, as nothing that is heard can be used: all begins anew."""
+        self._forget()
+        return Step(restart=True, lost="nothing of what it says follows what was taken in")
+
+    def asked(self) -> None:
+        """Take note that a snapshot is asked for from now on: its answer covers all sent before."""
+        self._kept_before_asking = len(self._kept)
+        self._entered_before_asking = True
+
     def outdated(self, epoch: int, seq: int) -> bool:
-        """Whether a snapshot as of `(epoch, seq)` would take the applied set back in time."""
+        """Whether a snapshot as of `(epoch, seq)` would take the applied set back in time.
+
+        An epoch of which nothing was ever applied, and which was there before the snapshot was
+        asked for, is no sidecar's: its own would have answered in it.
+        """
+        if epoch < self.epoch and self.seq < 0 and self._entered_before_asking:
+            return False
         return (epoch, seq) < (self.epoch, self.seq)
 
     def snapshot(self, epoch: int, seq: int) -> Step:
@@ -163,10 +191,11 @@ class StreamFollower:
         The caller must not apply a snapshot that `outdated` names.
         """
         assert not self.outdated(epoch, seq)
-        if epoch > self.epoch:
+        if epoch != self.epoch:
+            self.never_sent += len(self._kept) if epoch < self.epoch else 0
             self._forget()
         self.epoch, self.seq, self.exact = epoch, seq, True
-        kept = sorted(self._kept, key=lambda batch: batch.seq)
+        kept = sorted(self._credible(), key=lambda batch: batch.seq)
         self._forget_kept()
         apply: list[KvBatch] = []
         for position, batch in enumerate(kept):
@@ -181,13 +210,24 @@ class StreamFollower:
             apply.append(batch)
         return Step(apply=apply)
 
+    def _credible(self) -> list[KvBatch]:
+        """Return the kept batches, without those that a snapshot as of `seq` gives the lie."""
+        credible = [
+            batch
+            for at, batch in enumerate(self._kept)
+            if at >= self._kept_before_asking or batch.seq <= self.seq
+        ]
+        self.never_sent += len(self._kept) - len(credible)
+        return credible
+
     def _keep(self, batch: KvBatch) -> None:
         self._kept.append(batch)
         self._kept_blocks += blocks_in(batch)
         while self._kept_blocks > self._kept_blocks_max or len(self._kept) > self._kept_batches_max:
             self._kept_blocks -= blocks_in(self._kept.popleft())
+            self._kept_before_asking = max(self._kept_before_asking - 1, 0)
             self.kept_dropped += 1
 
     def _forget_kept(self) -> None:
         self._kept.clear()
-        self._kept_blocks = 0
+        self._kept_blocks = self._kept_before_asking = 0

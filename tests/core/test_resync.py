@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from controlplane.core.effects import Effect, FetchSnapshot
 from controlplane.core.events import BusState, SnapshotFailed, Tick
 from controlplane.core.hashing import pack_hashes
 from controlplane.core.plane import Plane
 from controlplane.core.stream import Trust
-from schemas.bus import KvStored
+from schemas.bus import KvBatch, KvStored
 from tests.core.plane_helpers import Publisher, plane, prompt, record
+
+FAR = 10**12
 
 
 def _asked(effects: list[Effect]) -> list[FetchSnapshot]:
@@ -149,6 +154,49 @@ def test_a_record_may_name_the_earlier_epoch_before_its_batches_come() -> None:
     assert instance is not None
     assert instance.trust is Trust.EXACT
     assert set(made.index.blocks(instance.slots[0])) == set(prompt(7))
+
+
+def _life_of(made: Plane, publisher: Publisher, from_s: float, seconds: float) -> list[float]:
+    """Lets a sidecar speak twice a second, and answer; returns when its set was exact."""
+    instance = made.fleet.get(publisher.name)
+    assert instance is not None
+    exact_s = []
+    for beat in range(int(2 * seconds)):
+        now_s = from_s + beat / 2
+        made.handle(publisher.store(prompt(beat)), now_s)
+        if instance.fetch and instance.fetch_due_s <= now_s:
+            for chunk in publisher.snapshot():
+                made.handle(chunk, now_s)
+        if instance.trust is Trust.EXACT and made.index.count(instance.slots[0]) == len(
+            publisher.blocks
+        ):
+            exact_s.append(now_s)
+    return exact_s
+
+
+@pytest.mark.parametrize(("epoch", "seq"), [(1, FAR), (FAR, FAR), (FAR, 1), (FAR, 0)])
+def test_one_wrong_batch_spoils_a_sidecars_stream_for_some_seconds_only(
+    epoch: int, seq: int
+) -> None:
+    """However far ahead its epoch and its number are, and though no record speaks against it."""
+    made, publisher = plane("a"), Publisher("a")
+    publisher.batch()
+    made.handle(publisher.store(prompt(1, 2)), 0.5)
+    made.handle(KvBatch("a", epoch, seq, 0.0, [KvStored(pack_hashes([7]))], 1, 7), 1.0)
+    exact_s = _life_of(made, publisher, 1.5, 20.0)
+    assert exact_s[0] < 10.0
+    assert exact_s[-20:] == [11.5 + beat / 2 for beat in range(20)], "and stays so"
+    assert made.intake.counts["resyncs"] < 10
+
+
+def test_a_snapshot_with_an_absurd_number_heals_as_well() -> None:
+    """A position that no batch can follow is given up."""
+    made, publisher, _ = _joined()
+    wrong = publisher.snapshot()[0]
+    made.handle(msgspec.structs.replace(wrong, seq=FAR), 0.1)
+    exact_s = _life_of(made, publisher, 0.5, 20.0)
+    assert exact_s[-10:] == [15.5 + beat / 2 for beat in range(10)]
+    assert made.intake.counts["abandoned"] == 1
 
 
 def test_a_dead_sidecars_last_words_keep_nobody_alive() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from controlplane.core.hashing import pack_hashes, unpack_hashes
-from controlplane.core.stream import NOTHING, Step, StreamFollower, blocks_in
+from controlplane.core.stream import IGNORED, NOTHING, Step, StreamFollower, blocks_in
 from schemas.bus import KvBatch, KvCleared, KvOp, KvRemoved, KvStored
 
 
@@ -41,7 +41,7 @@ def test_a_batch_of_an_older_epoch_is_ignored() -> None:
     """A dead incarnation's late words change nothing, in either state."""
     for follower in (exact_at(3), resyncing(3)):
         before = follower.exact
-        assert follower.receive(batch(4, epoch=0)) == NOTHING
+        assert follower.receive(batch(4, epoch=0)) == IGNORED
         assert (follower.epoch, follower.seq, follower.exact) == (1, 3, before)
         assert follower.kept == 0
 
@@ -65,7 +65,7 @@ def test_a_repeated_batch_is_ignored() -> None:
     """What is applied already is neither applied again nor kept."""
     for follower in (exact_at(3), resyncing(3)):
         for seq in (0, 2, 3):
-            assert follower.receive(batch(seq, 5)) == NOTHING
+            assert follower.receive(batch(seq, 5)) == IGNORED
         assert (follower.seq, follower.kept) == (3, 0)
 
 
@@ -125,7 +125,7 @@ def test_a_snapshot_of_a_newer_epoch_replaces_everything() -> None:
     follower = resyncing(3, 5, 6)
     assert follower.snapshot(2, 4) == Step(apply=[])
     assert (follower.epoch, follower.seq, follower.exact, follower.kept) == (2, 4, True, 0)
-    assert follower.receive(batch(7)) == NOTHING
+    assert follower.receive(batch(7)) == IGNORED
 
 
 def test_nothing_heard_is_not_exact() -> None:
@@ -149,7 +149,7 @@ def test_the_position_is_that_of_the_applied_set() -> None:
 def test_an_older_epoch_counts_once_the_record_names_it_and_a_batch_of_it_came() -> None:
     """In either order: then the followed epoch is void, and whatever is kept of it."""
     first = exact_at(3, epoch=5)
-    assert first.receive(batch(0, epoch=2)) == NOTHING
+    assert first.receive(batch(0, epoch=2)) == IGNORED
     step = first.named(2)
     assert (step.restart, bool(step.lost), first.epoch, first.exact) == (True, True, -1, False)
     second = exact_at(3, epoch=5)
@@ -172,8 +172,66 @@ def test_what_was_named_before_the_present_epoch_began_is_forgotten() -> None:
     follower = exact_at(3, epoch=5)
     follower.named(4)
     follower.receive(batch(0, epoch=6))
-    assert follower.receive(batch(9, epoch=4)) == NOTHING
+    assert follower.receive(batch(9, epoch=4)) == IGNORED
     assert (follower.epoch, follower.exact) == (6, True)
+
+
+# --- what no sidecar sent
+
+FAR = 10**12
+
+
+def test_a_number_that_was_never_reached_is_dropped_by_the_next_snapshot() -> None:
+    """It came before the question, and the answer does not cover it: nobody sent it."""
+    follower = exact_at(3)
+    follower.receive(batch(FAR, 7))
+    follower.asked()
+    follower.receive(batch(4))
+    follower.receive(batch(6))
+    assert follower.snapshot(1, 5) == Step(apply=[batch(6)])
+    assert (follower.seq, follower.exact, follower.never_sent) == (6, True, 1)
+    assert follower.receive(batch(7)) == Step(apply=(batch(7),))
+
+
+def test_what_came_after_the_question_is_kept_for_the_next_one() -> None:
+    """The answer may have been made before it: so it proves nothing yet."""
+    follower = exact_at(3)
+    follower.receive(batch(5))
+    follower.asked()
+    follower.receive(batch(FAR, 7))
+    assert follower.snapshot(1, 5).lost
+    assert (follower.exact, follower.kept) == (False, 1)
+    follower.asked()
+    assert follower.snapshot(1, 8) == Step(apply=[])
+    assert (follower.exact, follower.never_sent) == (True, 1)
+
+
+def test_an_epoch_that_was_never_reached_ends_with_the_next_snapshot() -> None:
+    """A sidecar that had begun it would answer in it."""
+    follower = exact_at(3)
+    assert follower.receive(batch(9, 7, epoch=FAR)).restart
+    assert follower.outdated(1, 4), "an answer to an earlier question"
+    follower.asked()
+    assert not follower.outdated(1, 4)
+    assert follower.snapshot(1, 4) == Step(apply=[])
+    assert (follower.epoch, follower.seq, follower.exact, follower.never_sent) == (1, 4, True, 1)
+    assert follower.receive(batch(5)) == Step(apply=(batch(5),))
+
+
+def test_an_epoch_of_which_something_was_applied_is_not_given_up_for_an_older_one() -> None:
+    """An old sidecar may still answer while the new one has begun."""
+    follower = exact_at(3, epoch=5)
+    follower.distrust()
+    follower.asked()
+    assert follower.outdated(4, 99)
+
+
+def test_whoever_can_use_nothing_begins_anew() -> None:
+    """After that any epoch and number is news."""
+    follower = exact_at(FAR, epoch=FAR)
+    step = follower.abandon()
+    assert (step.restart, bool(step.lost), follower.exact) == (True, True, False)
+    assert follower.receive(batch(4)) == Step(restart=True, lost="joined epoch 1 at 4")
 
 
 # --- bounds
@@ -282,6 +340,22 @@ class AnyStream(RuleBasedStateMachine):
         """The whole set as of now; when it arrives is the bus's choice."""
         self.answers.append((self.epoch, self.seq, frozenset(self.truth)))
 
+    @rule(ahead=st.sampled_from((2, 3, FAR)), epochs=st.sampled_from((0, FAR)))
+    def forge(self, ahead: int, epochs: int) -> None:
+        """Somebody else, or a bug, sends what the publisher never did."""
+        ops: list[KvOp] = [KvStored(pack_hashes([99]))]
+        self.receive(KvBatch("i", self.epoch + epochs, self.seq + FAR + ahead, 0.0, ops))
+
+    @precondition(lambda self: self.seq >= 0)
+    @rule()
+    def ask_and_answer(self) -> None:
+        """Whatever had come before, one question with its answer makes exact."""
+        self.answers.clear()  # of earlier questions, which are void
+        self.follower.asked()
+        assert not self.follower.outdated(self.epoch, self.seq)
+        self.take_snapshot(self.epoch, self.seq, frozenset(self.truth))
+        assert self.follower.exact
+
     # --- the bus
 
     @precondition(lambda self: self.in_flight)
@@ -372,8 +446,7 @@ class AnyStream(RuleBasedStateMachine):
         self.publish(frozenset(), frozenset(), cleared=False)
         self.catch_up()
         if not self.follower.exact:
-            self.take_snapshot(self.epoch, self.seq, frozenset(self.truth))
-        assert self.follower.exact
+            self.ask_and_answer()
         assert (self.follower.epoch, self.follower.seq) == (self.epoch, self.seq)
         assert self.view == self.truth
 
