@@ -326,7 +326,7 @@ class EventPath:
         """A verdict was made, changed or lifted."""
         now_s = time.monotonic()
         try:
-            found = self._standing.feed(entry.key, entry.value, now_s)
+            found = self._standing.feed(entry.key, entry.value, now_s, entry.age_s)
         except RemoteError as error:
             self.counts["undecodable"] += 1
             logger.warning("unreadable verdict %s: %s", entry.key, error)

@@ -49,8 +49,13 @@ class StandingVerdicts:
         self._standing: dict[str, tuple[str, Verdict, float]] = {}
         self._changes = 0
 
-    def feed(self, key: str, value: bytes | None, now_s: float) -> tuple[str, Verdict] | None:
+    def feed(
+        self, key: str, value: bytes | None, now_s: float, age_s: float = 0.0
+    ) -> tuple[str, Verdict] | None:
         """Take an entry of the bucket; returns (model, what it says now), None if nothing new.
+
+        Args:
+            age_s: how long the entry has stood, which is off its time.
 
         Raises:
             RemoteError: the entry cannot be read.
@@ -64,8 +69,12 @@ class StandingVerdicts:
         if decode is None:
             raise RemoteError(f"not a verdict: {name!r}")
         verdict: Verdict = msgspec.structs.replace(decode(value), revision=self._changes)
-        self._standing[key] = (model, verdict, now_s)
-        return model, verdict
+        before = self._standing.get(key)
+        self._standing[key] = (model, verdict, now_s - age_s)
+        left = _left(verdict, age_s)
+        if left is None and before is not None:  # it replaced what stands here, and is over
+            left = _lifted(before[1], self._changes)
+        return None if left is None else (model, left)
 
     def of(self, model: str, now_s: float) -> list[Verdict]:
         """Return what stands for a model, with what is left of its time."""

@@ -213,6 +213,14 @@ def since(wall_s: float) -> Json:
     return {"deliver_policy": "by_start_time", "opt_start_time": moment}
 
 
+def _wall_s(moment: str) -> float:
+    """Return a time as the server writes it (RFC 3339, nanoseconds) in Unix seconds."""
+    try:
+        return msgspec.convert(moment, datetime).timestamp()
+    except msgspec.ValidationError as error:
+        raise BusError(f"the server's time is not one: {moment!r}") from error
+
+
 def _headers(raw: bytes) -> dict[str, str]:
     lines = raw.decode("utf-8", "replace").split("\r\n")[1:]
     pairs = (line.partition(":") for line in lines)
@@ -221,6 +229,9 @@ def _headers(raw: bytes) -> dict[str, str]:
 
 class Feed:
     """Reads a stream on one link, in order, without gaps; an async context is its owner's job.
+
+    Attributes:
+        opened_wall_s: when it was opened, by the server's clock.
 
     Args:
         policy: where to begin: ALL, LAST_PER_SUBJECT, `from_sequence` or `since`.
@@ -250,6 +261,7 @@ class Feed:
         self._asked = 0
         self._order = 0
         self._problem = ""
+        self.opened_wall_s = 0.0
 
     async def open(self) -> int:
         """Create the consumer; returns how many messages wait. Raises BusError."""
@@ -268,6 +280,7 @@ class Feed:
         reply = await self._js.api(
             f"CONSUMER.CREATE.{where}", {"stream_name": self._stream, "config": config}
         )
+        self.opened_wall_s = _wall_s(str(reply["created"]))
         return int(reply["num_pending"])
 
     async def next(self) -> Message:

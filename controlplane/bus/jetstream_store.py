@@ -89,12 +89,13 @@ class NatsBucket:
         filter_subject = f"{self._prefix}{prefix}.>" if prefix else f"{self._prefix}>"
         return NatsWatch(self._bus, self, self._stream, filter_subject, handler)
 
-    def entry(self, message: Message) -> Entry:
-        """Return what a message of the bucket's stream says."""
+    def entry(self, message: Message, at_wall_s: float | None = None) -> Entry:
+        """Return what a message of the bucket's stream says, as of a moment or as it happens."""
         key = message.subject[len(self._prefix) :]
         if _is_gone(message):
             return Entry(key, None, message.seq, expired=_MARKER in message.headers)
-        return Entry(key, message.payload, message.seq)
+        age_s = 0.0 if at_wall_s is None else max(at_wall_s - message.at_wall_s, 0.0)
+        return Entry(key, message.payload, message.seq, age_s=age_s)
 
 
 class NatsWatch:
@@ -156,7 +157,7 @@ class NatsWatch:
                 self._view.complete()
                 self._synced.set()
             message = await feed.next()
-            self._view.feed(self._bucket.entry(message))
+            self._view.feed(self._bucket.entry(message, None if whole else feed.opened_wall_s))
             pending = message.pending
 
 

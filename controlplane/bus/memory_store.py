@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from controlplane.bus.protocol import BusError, Entry, EntryHandler, WrongRevision
 from controlplane.bus.view import BucketView
@@ -15,10 +18,15 @@ if TYPE_CHECKING:
 
 
 class Shelf:
-    """The broker's side of one bucket: the last entry of each key, deletions included."""
+    """The broker's side of one bucket: the last entry of each key, deletions included.
+
+    Attributes:
+        written_s: when each key was written last, monotonic seconds.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self.written_s: dict[str, float] = {}
         self.watches: list[MemoryWatch] = []
         self._revision = 0
 
@@ -32,6 +40,7 @@ class Shelf:
         self._revision += 1
         entry = Entry(key, value, self._revision)
         self.entries[key] = entry
+        self.written_s[key] = time.monotonic()
         for watch in self.watches:
             watch.send(entry)
         return self._revision
@@ -55,8 +64,10 @@ class MemoryWatch:
     def restart(self) -> None:
         """Send the current entries."""
         self._schedule(self._view.restart)
+        now_s = time.monotonic()
         for entry in list(self._shelf.entries.values()):
-            self.send(entry)
+            age_s = now_s - self._shelf.written_s[entry.key]
+            self.send(structs.replace(entry, age_s=age_s))
         self._schedule(self._complete)
 
     def send(self, entry: Entry) -> None:

@@ -48,12 +48,15 @@ class Entry(msgspec.Struct, frozen=True):
         value: None when the key is gone.
         expired: it is gone though nobody deleted it: its time to live passed, or the server came
             back without it. Not a proof that its owner left; an owner that lives writes it again.
+        age_s: how long it had stood when a watch began that found it there, by the server's
+            clock; 0 for what is told as it happens.
     """
 
     key: str
     value: bytes | None
     revision: int
     expired: bool = False
+    age_s: float = 0.0
 
 
 EntryHandler = Callable[[Entry], None]

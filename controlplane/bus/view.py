@@ -30,7 +30,9 @@ class BucketView:
         if entry.value is None:
             if self._known.pop(entry.key, None) is not None:
                 self._handler(entry)
-        elif self._known.get(entry.key) != entry:
+            return
+        known = self._known.get(entry.key)
+        if known is None or (known.revision, known.value) != (entry.revision, entry.value):
             self._known[entry.key] = entry
             self._handler(entry)
 

@@ -99,6 +99,23 @@ async def test_watch_tells_what_is_there_and_what_changes(world: World, own: str
     assert all(a.revision < b.revision for a, b in pairwise(told))
 
 
+async def test_a_watch_tells_how_long_what_it_found_had_stood(world: World, own: str) -> None:
+    """So that what was said for a while does not count for longer with whoever comes late."""
+    writer, reader = await two(world)
+    bucket = await writer.bucket(BUCKET)
+    begun_s = time.monotonic()
+    await bucket.put(f"{own}.a", b"1")
+    await eventually(lambda: time.monotonic() - begun_s > 0.3)
+    told: list[Entry] = []
+    watch = await (await reader.bucket(BUCKET)).watch(told.append, own)
+    await watch.synced(5.0)
+    assert 0.1 < told[0].age_s < time.monotonic() - begun_s + 0.1
+    await bucket.put(f"{own}.a", b"2")
+    await bucket.put(f"{own}.b", b"1")
+    await eventually(lambda: len(told) == 3)
+    assert [entry.age_s for entry in told[1:]] == [0.0, 0.0]
+
+
 async def test_watch_of_an_empty_bucket_is_synced(world: World, own: str) -> None:
     """Where nothing is, a watch is complete at once, and goes on."""
     writer, reader = await two(world)

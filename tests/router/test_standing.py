@@ -7,7 +7,7 @@ import pytest
 from controlplane.core.plane import Plane
 from router.standing import StandingVerdicts
 from schemas import subjects
-from schemas.bus import Drain, HotspotCleared, HotspotRaised, PolicyOverride
+from schemas.bus import Blacklist, Drain, HotspotCleared, HotspotRaised, PolicyOverride
 from schemas.codec import RemoteError, encode
 from tests.core.plane_helpers import plane
 
@@ -62,6 +62,33 @@ def test_a_newcomer_is_told_what_is_left_of_a_verdicts_time() -> None:
     left = standing.of("m", 104.0)
     assert [getattr(verdict, "ttl_s", None) for verdict in left] == [6.0, None]
     assert [type(verdict) for verdict in standing.of("m", 110.0)] == [Drain]
+
+
+def test_a_router_that_comes_late_gives_a_verdict_what_is_left_of_its_time() -> None:
+    """Its time runs from when it was said, not from when it was read; what is over is not told."""
+    standing, made = StandingVerdicts(), plane("a", "b")
+    raised = encode(HotspotRaised(7, 1, ["a"], 9, 0.0, ttl_s=60.0))
+    obey(made, standing.feed(HOTSPOT, raised, 0.0, age_s=45.0))
+    assert len(made.verdicts.hotspots) == 1
+    made.verdicts.expire(15.0)
+    assert not made.verdicts.hotspots
+    assert standing.feed(HOTSPOT, raised, 0.0, age_s=60.0) is None
+    assert standing.of("m", 0.0) == []
+    ban = encode(Blacklist("a", True, 1, 0.0, ttl_s=30.0))
+    told = standing.feed(subjects.key("m", "blacklist-a"), ban, 100.0, age_s=20.0)
+    assert told is not None
+    assert told[1] == Blacklist("a", True, 3, 0.0, ttl_s=10.0)
+    assert standing.feed(DRAIN, encode(Drain("a", True, 1, 0.0)), 0.0, age_s=1e6) is not None
+
+
+def test_what_replaced_a_standing_verdict_and_is_over_lifts_it() -> None:
+    """After an outage a router finds that an override was replaced, and that its time is over."""
+    standing, made = StandingVerdicts(), plane("a", "b")
+    obey(made, standing.feed(POLICY, encode(PolicyOverride("round_robin", 1, 0.0)), 0.0))
+    assert made.verdicts.policy(0.0) is not None
+    short = encode(PolicyOverride("linear", 2, 0.0, ttl_s=10.0))
+    obey(made, standing.feed(POLICY, short, 50.0, age_s=20.0))
+    assert made.verdicts.policy(50.0) is None
 
 
 def test_deleting_what_is_not_known_means_nothing() -> None:
