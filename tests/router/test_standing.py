@@ -72,12 +72,13 @@ def test_a_router_that_comes_late_gives_a_verdict_what_is_left_of_its_time() -> 
     assert len(made.verdicts.hotspots) == 1
     made.verdicts.expire(15.0)
     assert not made.verdicts.hotspots
-    assert standing.feed(HOTSPOT, raised, 0.0, age_s=60.0) is None
-    assert standing.of("m", 0.0) == []
+    late = StandingVerdicts()
+    assert late.feed(HOTSPOT, raised, 0.0, age_s=60.0) is None
+    assert late.of("m", 0.0) == []
     ban = encode(Blacklist("a", True, 1, 0.0, ttl_s=30.0))
     told = standing.feed(subjects.key("m", "blacklist-a"), ban, 100.0, age_s=20.0)
     assert told is not None
-    assert told[1] == Blacklist("a", True, 3, 0.0, ttl_s=10.0)
+    assert told[1] == Blacklist("a", True, 2, 0.0, ttl_s=10.0)
     assert standing.feed(DRAIN, encode(Drain("a", True, 1, 0.0)), 0.0, age_s=1e6) is not None
 
 
