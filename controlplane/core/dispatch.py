@@ -414,6 +414,8 @@ class Dispatcher:
             return False
         del self.tickets[id(booking)]
         self._untold.pop(id(booking), None)
+        if outcome == "ok":
+            decision.instance.answered_s = now_s
         if booking.queued and outcome != "ok":
             self._end_promise(ticket)
         decision.instance.awaiting.pop(id(booking), None)

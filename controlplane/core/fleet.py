@@ -11,7 +11,7 @@ requests follows from these facts:
 
 Trust is `exact` or `resyncing` as its block stream says, and `stale` once nothing was heard of the
 instance for `stale_s`. While the bus is up, one that is silent has departed after `unreachable_s`
-if it is not healthy, and after `departed_s` in any case.
+if it was not healthy for as long, and after `departed_s` if its engine answered nothing either.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Instance:
         shadow: slots that a snapshot in progress is filling, by tier.
         life: grows whenever all its blocks are lost: a new epoch, a cleared cache, a departure.
         heard_s: when a heartbeat last came, by any path.
+        answered_s: when its engine last answered a request of this router whole.
+        breaker_open: requests do not get through, or (False) do, since `breaker_s`.
         load: the engine's last report on itself, taken at `load_s`.
         shadow_of: what its chunks must agree in: epoch, seq, number of chunks.
         resync_attempt: tries since the set was last exact.
@@ -48,10 +50,12 @@ class Instance:
     """
 
     __slots__ = (
+        "answered_s",
         "awaiting",
         "blacklist_revision",
         "blacklisted_until_s",
         "breaker_open",
+        "breaker_s",
         "drain_revision",
         "drained",
         "fetch",
@@ -83,6 +87,7 @@ class Instance:
         self.follower = StreamFollower()
         self.trust = Trust.RESYNCING
         self.heard_s = now_s
+        self.answered_s = now_s
         self.life = 0
         self.awaiting: dict[int, Any] = {}
         self.slots: dict[int, int] = {}
@@ -103,6 +108,7 @@ class Instance:
         self.drained = False
         self.drain_revision = -1
         self.breaker_open = False
+        self.breaker_s = now_s
         self.blacklisted_until_s = float("-inf")
         self.blacklist_revision = -1
 

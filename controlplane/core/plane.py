@@ -65,10 +65,10 @@ class PlaneConfig(msgspec.Struct, frozen=True):
         policy: name of the policy when nothing overrides it.
         policy_parameters: of that policy, by name.
         stale_s: silence after which an instance's block set no longer counts.
-        unreachable_s: silence of its sidecar after which an instance has departed to which requests
-            do not get through either, while the bus is up.
-        departed_s: silence after which any instance has: as long as its engine answers, the loss of
-            a sidecar alone takes no capacity away.
+        unreachable_s: silence of its sidecar after which an instance has departed to which no
+            request got through for as long, while the bus is up.
+        departed_s: silence of sidecar and engine after which any instance has: as long as its
+            engine answers requests, the loss of a sidecar takes no capacity away.
         blind_s: with every instance stale for this long, even load is unknown: round robin.
         batch_cap: largest batch of an instance; None for no cap.
         totals_every_s: how often `RouterTotals` are published.
@@ -324,6 +324,7 @@ class Plane:
         if instance is None or instance.breaker_open == event.open:
             return []
         instance.breaker_open = event.open
+        instance.breaker_s = now_s
         self.fleet.refresh(instance, now_s)
         return [Note("breaker", event.instance_id, "open" if event.open else "closed")]
 
@@ -360,8 +361,10 @@ class Plane:
         silent_s = now_s - instance.heard_s
         instance_id = instance.record.instance_id
         config = self.config
-        longest_s = config.unreachable_s if instance.breaker_open else config.departed_s
-        if silent_s > longest_s and self.bus_connected:
+        failing_s = now_s - instance.breaker_s if instance.breaker_open else 0.0
+        unreachable = min(silent_s, failing_s) > config.unreachable_s
+        mute = min(silent_s, now_s - instance.answered_s) > config.departed_s
+        if (unreachable or mute) and self.bus_connected:
             return self._leave(instance, f"silent for {silent_s:.0f} s", now_s)
         if now_s - instance.load_s > config.stale_s:
             self.ledger.forget_engine(instance_id)

@@ -14,13 +14,29 @@ def test_an_instance_whose_sidecar_died_serves_on_while_its_engine_answers() -> 
     made = plane("a", "b", stale_s=5.0, unreachable_s=30.0, departed_s=600.0)
     made.handle(Tick(), 6.0)
     made.handle(BreakerState("a", True), 10.0)
-    notes = made.handle(Tick(), 31.0)
+    assert made.handle(Tick(), 31.0) == [], "it may be back in a moment"
+    notes = made.handle(Tick(), 41.0)
     assert [(n.kind, n.instance_id) for n in notes if isinstance(n, Note)] == [("left", "a")]
     decision = made.requests.decide(request(prompt(1)), 500.0)
     assert decision is not None
     assert decision.instance.record.instance_id == "b"
-    notes = made.handle(Tick(), 601.0)
+    ticket = made.requests.book(decision, 500.0, 0.0)
+    made.requests.finish(ticket, "ok", 200, 590.0, 0.0)
+    assert made.handle(Tick(), 1180.0) == [], "as long as its engine answers"
+    notes = made.handle(Tick(), 1191.0)
     assert [(n.kind, n.instance_id) for n in notes if isinstance(n, Note)] == [("left", "b")]
+
+
+def test_an_engine_that_fails_for_a_moment_is_not_lost_with_its_sidecar() -> None:
+    """Nobody would tell of it again: so a breaker must stay open for long."""
+    made = plane("a", stale_s=5.0, unreachable_s=30.0, departed_s=600.0)
+    made.handle(Tick(), 100.0)
+    for opened_s in (100.0, 140.0):
+        made.handle(BreakerState("a", True), opened_s)
+        made.handle(Tick(), opened_s + 29.0)
+        made.handle(BreakerState("a", False), opened_s + 29.5)
+        made.handle(Tick(), opened_s + 35.0)
+    assert made.fleet.get("a") is not None
 
 
 def test_a_time_in_which_the_router_did_not_run_is_nobodys_silence() -> None:
