@@ -98,7 +98,9 @@ def prepare(
         added.append("--enable-prefix-caching")
     events = _events_of(flags)
     if events is None:
-        added += [_EVENTS, _json(_new_events(find_ports, ranks))]
+        events = _new_events(find_ports, ranks)
+        added += [_EVENTS, _json(events)]
+        config = _listening(config, events)
     else:
         _check_events(events, ranks)
         if not events.get("replay_endpoint"):
@@ -155,14 +157,33 @@ def _events_of(flags: _Flags) -> dict[str, Any] | None:
 
 
 def _new_events(find_ports: Callable[[int], int], ranks: int) -> dict[str, Any]:
-    """Return settings whose ports are free, for each rank: vLLM counts up from rank 0's."""
+    """Return settings whose ports are free, for each rank: vLLM counts up from rank 0's.
+
+    Events hold prompts' tokens, so they must not leave this machine. The only TCP address that
+    vLLM listens at is every one (`*`), whereas it connects to one that is spelled out.
+    """
     first = find_ports(2 * ranks)
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://*:{first}",
+        "endpoint": f"tcp://{_LOOPBACK}:{first}",
         "replay_endpoint": f"tcp://{_LOOPBACK}:{first + ranks}",
     }
+
+
+def _listening(config: SidecarConfig, events: dict[str, Any]) -> SidecarConfig:
+    """Return settings of a sidecar that the engine connects to. Raises LaunchError."""
+    if config.kv_endpoint:
+        raise LaunchError(
+            f"--kv-endpoint is for an engine that runs already; for one that the sidecar starts, "
+            f"give vLLM its {_EVENTS}"
+        )
+    return msgspec.structs.replace(
+        config,
+        kv_endpoint=events["endpoint"],
+        kv_replay_endpoint=events["replay_endpoint"],
+        kv_bind=True,
+    )
 
 
 def _check_events(events: dict[str, Any], ranks: int) -> None:

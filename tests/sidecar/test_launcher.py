@@ -40,7 +40,7 @@ def test_a_plain_command_gets_all_it_needs() -> None:
     assert events_in(launch) == {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": "tcp://*:6000",
+        "endpoint": "tcp://127.0.0.1:6000",
         "replay_endpoint": "tcp://127.0.0.1:6001",
     }
     assert launch.config.engine_url == "http://127.0.0.1:8101"
@@ -50,9 +50,28 @@ def test_ranks_get_ports_that_do_not_collide() -> None:
     """Each rank counts up from rank 0's port, for both sockets."""
     events = events_in(prepared("-dp", "4"))
     assert (events["endpoint"], events["replay_endpoint"]) == (
-        "tcp://*:6000",
+        "tcp://127.0.0.1:6000",
         "tcp://127.0.0.1:6004",
     )
+
+
+def test_events_stay_on_this_machine_unless_the_user_says_otherwise() -> None:
+    """They hold prompts: vLLM connects to where the sidecar listens, which is loopback only."""
+    launch = prepared()
+    assert "*" not in str(events_in(launch))
+    config = launch.config
+    assert (config.kv_endpoint, config.kv_bind) == ("tcp://127.0.0.1:6000", True)
+    assert config.kv_replay_endpoint == "tcp://127.0.0.1:6001"
+    mine = '{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557"}'
+    config = prepared("--kv-events-config", mine).config
+    assert (config.kv_endpoint, config.kv_bind) == ("", False)
+
+
+def test_an_endpoint_of_an_engine_that_runs_already_contradicts_a_command() -> None:
+    """The engine would not publish there."""
+    config = SidecarConfig(engine_url="http://unset", kv_endpoint="tcp://127.0.0.1:5557")
+    with pytest.raises(LaunchError, match="--kv-endpoint"):
+        prepare(BASE, config, lambda count: 6000, {})
 
 
 def test_what_the_user_gave_is_kept() -> None:

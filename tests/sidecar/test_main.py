@@ -32,20 +32,32 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 START_S_MAX = 30.0
 
 # What `vllm` is to the sidecar: a server with vLLM's flags, and a child in the same process group
-# that outlives it unless somebody kills it, as EngineCore does.
+# that outlives it unless somebody kills it, as EngineCore does. The child carries the events to
+# where they should go: vLLM connects to an endpoint without `*`, the emulated engine listens.
 VLLM = """\
 #!{python}
-import json, os, subprocess, sys
+import json, os, socket, subprocess, sys
 given = sys.argv
 assert given[1] == "serve" and "--enable-prefix-caching" in given
 events = json.loads(given[given.index("--kv-events-config") + 1])
-port = lambda name: events[name].rpartition(":")[2]
-child = subprocess.Popen(["sleep", "600"])
+assert events["endpoint"].startswith("tcp://127.0.0.1:")
+with socket.socket() as made:
+    made.bind(("127.0.0.1", 0))
+    kv_port = str(made.getsockname()[1])
+carry = '''
+import sys, zmq
+context = zmq.Context()
+there, here = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
+there.connect("tcp://127.0.0.1:" + sys.argv[1])
+here.connect(sys.argv[2])
+zmq.proxy(there, here)
+'''
+child = subprocess.Popen([sys.executable, "-c", carry, kv_port, events["endpoint"]])
 open(os.environ["CHILD_PID_FILE"], "w").write(f"{{os.getpid()}} {{child.pid}}")
 os.environ["PYTHONPATH"] = {root!r}
 os.execv(sys.executable, [sys.executable, "-m", "lab.server", "--model-dir", given[2], "--speed",
-    "100", "--port", given[given.index("--port") + 1], "--kv-port", port("endpoint"),
-    "--kv-replay-port", port("replay_endpoint")])
+    "100", "--port", given[given.index("--port") + 1], "--kv-port", kv_port,
+    "--kv-replay-port", events["replay_endpoint"].rpartition(":")[2]])
 """
 
 
@@ -126,14 +138,14 @@ async def test_a_sidecar_beside_an_engine_ends_when_asked(
         await eventually(lambda: router.history[-1] == ("i-1", "deleted"))
 
 
-async def launched(sidecar: Process, url: str, tmp_path: Path) -> list[int]:
+async def launched(sidecar: Process, url: str, tmp_path: Path, **more: Any) -> list[int]:
     """Start a sidecar around an engine; returns the process ids of engine and its child."""
     vllm = tmp_path / "vllm"
     vllm.write_text(VLLM.format(python=sys.executable, root=str(Path(__file__).parents[2])))
     vllm.chmod(0o755)
     pids = tmp_path / "pids"
     await sidecar.start(
-        settings(url),
+        settings(url, **more),
         *(str(vllm), "serve", str(tiny_model_dir()), "--port", str(free_port())),
         CHILD_PID_FILE=str(pids),
     )
@@ -155,12 +167,17 @@ async def test_a_launched_engine_is_followed_and_ended(
 ) -> None:
     """The added flags make its blocks visible; SIGTERM ends it and all its children."""
     url, router = nats
+    metrics = free_port()
     async with process(tmp_path) as sidecar, HttpClient() as http:
-        pids = await launched(sidecar, url, tmp_path)
+        pids = await launched(sidecar, url, tmp_path, metrics_port=metrics)
         await eventually(lambda: router.state("i-1") == "ready", START_S_MAX)
         engine = router.records["i-1"].url
-        body = {"model": "tiny", "prompt": list(range(100)), "max_tokens": 4}
-        await http.post(f"{engine}/v1/completions", body)
+        silent = 'multiplane_sidecar_messages_total{instance="i-1"} 0.0'
+        first = 0
+        while silent in await text(f"http://127.0.0.1:{metrics}/metrics"):  # as long as it takes
+            first += 100
+            body = {"model": "tiny", "prompt": list(range(first, first + 100)), "max_tokens": 4}
+            await http.post(f"{engine}/v1/completions", body)
         truth = set((await http.get(f"{engine}/debug/blocks"))["block_hashes"])
         await eventually(lambda: router.blocks("i-1") == truth != set())
         assert alive(pids) == pids
