@@ -7,11 +7,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sidecar.config import SidecarConfig
-from sidecar.engine_http import KvSource, Served
+from sidecar.engine_http import KvSource, NotAnEngine, Served
 from sidecar.metrics_text import CacheInfo, MetricsPage
 from sidecar.zmq_source import SourceConfig
 
 VLLM_DEFAULT_PORT = 5557
+
+OWNER = "vllm"
+"""Who owns the models that vLLM lists, also where its statistics are off."""
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -46,6 +49,17 @@ class EngineFacts(msgspec.Struct, frozen=True):
     root: str = ""
     max_model_len: int | None = None
     version: str = ""
+
+
+def refuse_others(url: str, models: list[Served], metrics: MetricsPage) -> None:
+    """Return if this is how a vLLM server speaks of itself. Raises NotAnEngine."""
+    if metrics.engines or metrics.caches or any(each.owned_by == OWNER for each in models):
+        return
+    owners = sorted({each.owned_by or "nobody" for each in models})
+    raise NotAnEngine(
+        f"{url} is no vLLM server: its /metrics has no vllm: series, and /v1/models names "
+        f"{', '.join(owners)} as owner; give the URL of one with --engine"
+    )
 
 
 def discover(

@@ -15,6 +15,8 @@ T = TypeVar("T")
 ANSWER_BYTES_MAX = 32 * 1024 * 1024
 # uvicorn closes idle connections after 5 s; one that is reused just then fails.
 _KEEPALIVE_S = 3.0
+# How a router of ours begins its `Server` header.
+_ROUTER = "multiplane"
 
 
 class EngineError(Exception):
@@ -29,18 +31,24 @@ class EngineError(Exception):
         self.status = status
 
 
+class NotAnEngine(EngineError):
+    """Something answers at the engine's URL, and it is no vLLM; says what to do."""
+
+
 class Served(msgspec.Struct, frozen=True):
     """One entry of `/v1/models`.
 
     Attributes:
         root: what the engine was started with: a folder, or a name on the hub.
         parent: of an adapter: the model that it adapts.
+        owned_by: what serves it: `vllm`.
     """
 
     id: str
     root: str | None = None
     parent: str | None = None
     max_model_len: int | None = None
+    owned_by: str = ""
 
 
 class KvSource(msgspec.Struct, frozen=True):
@@ -112,11 +120,11 @@ class EngineHttp:
 
     async def metrics(self) -> MetricsPage:
         """Return what matters of `/metrics`. Raises EngineError."""
-        return parse_metrics((await self._ask("GET", "/metrics")).decode(errors="replace"))
+        return parse_metrics((await self._ask_vllm("/metrics")).decode(errors="replace"))
 
     async def models(self) -> list[Served]:
         """Return what `/v1/models` lists, at least one entry. Raises EngineError."""
-        served = self._read(await self._ask("GET", "/v1/models"), _Models).data
+        served = self._read(await self._ask_vllm("/v1/models"), _Models).data
         if not served:
             raise EngineError(f"{self.url}/v1/models lists no model")
         return served
@@ -142,6 +150,15 @@ class EngineHttp:
         asked = msgspec.json.encode({"model": model, "prompt": prompt})
         return self._read(await self._ask("POST", "/tokenize", asked), _Tokens).tokens
 
+    async def _ask_vllm(self, path: str) -> bytes:
+        """Return the body of a GET that every vLLM server answers."""
+        body = await self._ask_if_there(path)
+        if body is None:
+            raise NotAnEngine(
+                f"{self.url} is no vLLM server: it has no {path}; give the URL of one with --engine"
+            )
+        return body
+
     async def _ask_if_there(self, path: str) -> bytes | None:
         """Return the body of a GET, None for 404."""
         try:
@@ -157,6 +174,7 @@ class EngineHttp:
         headers = {} if data is None else {"Content-Type": "application/json"}
         try:
             async with self._session.request(method, url, data=data, headers=headers) as answer:
+                self._refuse_router(answer)
                 body = await self._body(answer)
         except TimeoutError:
             raise EngineError(f"{url} did not answer within {self._timeout.total} s") from None
@@ -166,6 +184,13 @@ class EngineHttp:
             hint = " (give the engine's key)" if answer.status == 401 else ""
             raise EngineError(f"{url} answered {answer.status}{hint}", answer.status)
         return body
+
+    def _refuse_router(self, answer: aiohttp.ClientResponse) -> None:
+        if answer.headers.get("Server", "").lower().startswith(_ROUTER):
+            raise NotAnEngine(
+                f"{self.url} is a Multiplane router, not an engine: its requests would come back "
+                "to it; give the URL of one vLLM server with --engine"
+            )
 
     async def _body(self, answer: aiohttp.ClientResponse) -> bytes:
         parts: list[bytes] = []

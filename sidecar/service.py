@@ -30,8 +30,8 @@ from schemas import subjects
 from schemas.codec import encode
 from sidecar.card_upload import CardUpload
 from sidecar.config import SidecarConfig
-from sidecar.discovery import EngineFacts, RankFacts, discover, names_of
-from sidecar.engine_http import EngineError, EngineHttp
+from sidecar.discovery import EngineFacts, RankFacts, discover, names_of, refuse_others
+from sidecar.engine_http import EngineError, EngineHttp, NotAnEngine
 from sidecar.feed import BlockFeed
 from sidecar.instance import Instance, State
 from sidecar.load import Load
@@ -44,6 +44,7 @@ _RETRY_S = 0.5
 _PROGRESS_S = 10.0
 _DRAIN_LOOKS = 2
 _NAMES_S = 10.0
+_REFUSED_SAID_S = 60.0
 
 
 class SidecarService:
@@ -52,8 +53,8 @@ class SidecarService:
     Attributes:
         state: see the module's theory of operation.
         instances: one for each rank; empty before the engine's facts are known.
-        counts: engine_losses, engine_restarts, engine_stills, engine_errors, bus_errors, records,
-            loads.
+        counts: engine_losses, engine_restarts, engine_stills, engine_errors, not_an_engine,
+            bus_errors, records, loads.
     """
 
     def __init__(self, config: SidecarConfig, bus: Bus) -> None:
@@ -71,7 +72,7 @@ class SidecarService:
         self._started_wall_s: float | None = None
         self._failures = 0
         self._look_again = self._stopping = self._ended = False
-        self._names_due_s = float("-inf")
+        self._names_due_s = self._refusal_due_s = float("-inf")
         bus.on_state(self._bus_state)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -112,6 +113,8 @@ class SidecarService:
                     self._look_again = False
                 elif time.monotonic() >= self._names_due_s:
                     await self._refresh_names()
+            except NotAnEngine as error:
+                self._refuse(str(error))
             except EngineError as error:
                 self.counts["engine_errors"] += 1
                 self._failures += 1
@@ -128,6 +131,16 @@ class SidecarService:
             away = self.state in ("starting", "stopped")
             await asyncio.sleep(min(every_s, _RETRY_S) if away else every_s)
 
+    def _refuse(self, reason: str) -> None:
+        """Do not speak for what is no engine, whatever was there before."""
+        self.counts["not_an_engine"] += 1
+        if self.state == "ready":
+            self.lose(reason)
+        now_s = time.monotonic()
+        if now_s >= self._refusal_due_s:
+            self._refusal_due_s = now_s + _REFUSED_SAID_S
+            logger.error("not registering: %s", reason)
+
     def lose(self, reason: str) -> None:
         """Take the instances out: the engine does not serve any more."""
         self.counts["engine_losses"] += 1
@@ -137,14 +150,10 @@ class SidecarService:
 
     async def _recover(self) -> None:
         """Begin with the engine, or go on with it after it was away. Raises EngineError."""
-        metrics = await self._http.metrics()
-        facts = discover(
-            self.config,
-            await self._http.models(),
-            metrics,
-            await self._http.kv_sources(),
-            await self._http.version(),
-        )
+        models, metrics = await self._http.models(), await self._http.metrics()
+        refuse_others(self.config.engine_url, models, metrics)
+        sources, version = await self._http.kv_sources(), await self._http.version()
+        facts = discover(self.config, models, metrics, sources, version)
         self._started_wall_s = metrics.started_wall_s
         if self._facts is None or not _same_streams(self._facts, facts):
             await self._rebuild(facts)

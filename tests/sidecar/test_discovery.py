@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sidecar.config import SidecarConfig
-from sidecar.discovery import EngineFacts, discover, endpoint_of_rank, reachable
-from sidecar.engine_http import KvSource, Served
+from sidecar.discovery import (
+    EngineFacts,
+    discover,
+    endpoint_of_rank,
+    reachable,
+    refuse_others,
+)
+from sidecar.engine_http import KvSource, NotAnEngine, Served
 from sidecar.metrics_text import CacheInfo, EngineSample, MetricsPage
 
 MODELS = [
@@ -23,6 +31,15 @@ def found(
     """Discover an engine at a host of some name."""
     config = SidecarConfig(engine_url="http://gpu-7:8000", **settings)  # type: ignore[arg-type]
     return discover(config, MODELS, metrics, sources, "0.32.0")
+
+
+def test_only_a_vllm_server_is_taken_for_one() -> None:
+    """By its statistics, or where those are off by the owner of its models."""
+    refuse_others("http://e", MODELS, MetricsPage({0: EngineSample()}, {}))
+    refuse_others("http://e", MODELS, MetricsPage({}, {0: CacheInfo()}))
+    refuse_others("http://e", [Served("m", owned_by="vllm")], NOTHING)
+    with pytest.raises(NotAnEngine, match=r"http://e is no vLLM .* names sglang"):
+        refuse_others("http://e", [Served("m", owned_by="sglang")], NOTHING)
 
 
 def test_names_are_told_apart_by_their_parent() -> None:

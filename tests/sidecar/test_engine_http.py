@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from lab.tiny_model import tiny_model_dir
-from sidecar.engine_http import EngineError, EngineHttp, Served
+from sidecar.engine_http import EngineError, EngineHttp, NotAnEngine, Served
 from tests.lab.server_helpers import serving
 
 
@@ -21,7 +21,7 @@ async def test_an_engine_answers_what_a_sidecar_asks() -> None:
     ):
         await http.check_health()
         base, alias, lora = await http.models()
-        assert base == Served("tiny", str(tiny_model_dir()), None, 4096)
+        assert base == Served("tiny", str(tiny_model_dir()), None, 4096, "vllm")
         assert (alias.id, lora.id, lora.parent) == ("alias", "lo", "tiny")
         assert "emulated" in await http.version()
         sources = await http.kv_sources()
@@ -93,6 +93,19 @@ async def test_nonsense_is_an_error(
         assert (await http.metrics()).engines == {}
 
 
+async def test_a_router_is_no_engine(
+    odd: Callable[[Callable[[], Awaitable[web.Response]]], Awaitable[str]],
+) -> None:
+    """Its header gives it away with the first answer, whatever that is."""
+
+    async def router() -> web.Response:
+        return web.Response(status=503, headers={"Server": "multiplane/1.0"})
+
+    async with EngineHttp(await odd(router)) as http:
+        with pytest.raises(NotAnEngine, match="is a Multiplane router, not an engine"):
+            await http.check_health()
+
+
 async def test_routes_that_older_engines_lack_are_not_errors(
     odd: Callable[[Callable[[], Awaitable[web.Response]]], Awaitable[str]],
 ) -> None:
@@ -107,6 +120,9 @@ async def test_routes_that_older_engines_lack_are_not_errors(
     async with EngineHttp(await odd(missing)) as http:
         assert await http.kv_sources() is None
         assert await http.version() == ""
+        for ask in (http.models, http.metrics):  # every vLLM has these
+            with pytest.raises(NotAnEngine, match="is no vLLM server"):
+                await ask()
         with pytest.raises(EngineError, match="answered 404"):
             await http.server_load()
     async with EngineHttp(await odd(broken)) as http:

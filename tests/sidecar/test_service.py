@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
 
 from controlplane.bus.embedded import EmbeddedNats
 from controlplane.http_client import HttpClient
@@ -337,6 +338,53 @@ async def test_a_card_that_the_bus_lost_is_uploaded_again() -> None:
         cards.clear()
         await world.heal()
         await eventually(lambda: cards)
+    await world.close()
+
+
+@pytest.mark.parametrize("server", ["multiplane", "uvicorn"])
+async def test_what_is_no_engine_is_not_registered(
+    server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router, which would get its own requests, and any other OpenAI server: said once."""
+    models = {"object": "list", "data": [{"id": "m", "owned_by": "somebody"}]}
+
+    async def answer(asked: web.Request) -> web.Response:
+        return web.json_response(models, headers={"Server": server})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    world = MemoryWorld()
+    bus = await world.bus()
+    async with sidecar_of(f"http://{host}:{port}", bus) as service:
+        await eventually(lambda: service.counts["not_an_engine"] > 2)
+        assert (service.state, service.instances) == ("starting", [])
+        said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert len(said) == 1
+        assert "not registering" in said[0]
+        assert "--engine" in said[0]
+    assert await (await bus.bucket(subjects.INSTANCES)).keys() == []
+    await runner.cleanup()
+    await world.close()
+
+
+async def test_a_router_in_an_engines_place_is_taken_out_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The port may change hands while the sidecar runs: requests must not run in circles."""
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    router = Router(other)
+    await router.start()
+    async with serving() as client, sidecar_of(client.url, bus, health_failures_max=10**6):
+        await eventually(lambda: router.state("i-1") == "ready")
+        monkeypatch.setattr("sidecar.engine_http._ROUTER", "")  # any server seems to be one
+        await eventually(lambda: router.state("i-1") == "stopped")
+        monkeypatch.setattr("sidecar.engine_http._ROUTER", "multiplane")
+        await eventually(lambda: router.state("i-1") == "ready")
     await world.close()
 
 
