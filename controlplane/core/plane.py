@@ -179,10 +179,13 @@ class Plane:
                 return [Alarm("fleet_full", record.instance_id, "the fleet is at its bound")]
             self.ledger.assign_row(record.instance_id, instance.row)
             joined = Note("joined", record.instance_id, f"{record.url} is {record.state}")
-            return [joined, *self.intake.join(instance, now_s)]
+            return [joined, *self.intake.join(instance, now_s), *self._twins(instance, now_s)]
         changed = instance.record.state != record.state
+        moved = _address(instance.record) != _address(record)
         effects = self._voices(instance, record, now_s)
         instance.record = record
+        if moved:
+            effects += self._twins(instance, now_s)
         self.fleet.records_changed()
         self.fleet.refresh(instance, now_s)
         effects += self.intake.renewed(instance, now_s)
@@ -205,6 +208,34 @@ class Plane:
             "one, or give each an --instance-id of its own"
         )
         return [Alarm("two_sidecars", record.instance_id, text)]
+
+    def _twins(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Notice that an engine is known by another name too.
+
+        One whose sidecar is silent has been renamed, and departs; where both speak, whatever the
+        engine does counts twice, and somebody has to decide.
+        """
+        instance_id = instance.record.instance_id
+        effects: list[Effect] = []
+        for other in self._others_at(instance):
+            if other.trust is Trust.STALE:
+                effects += self._leave(other, f"its engine goes by {instance_id} now", now_s)
+                continue
+            text = (
+                f"{other.record.instance_id} has the same address, {instance.record.url}: one "
+                "engine with two sidecars, of which one must be stopped; or two engines that need "
+                "an --advertise-url each"
+            )
+            effects.append(Alarm("two_names", instance_id, text))
+        return effects
+
+    def _others_at(self, instance: Instance) -> list[Instance]:
+        address = _address(instance.record)
+        return [
+            other
+            for other in self.fleet
+            if other is not instance and _address(other.record) == address
+        ]
 
     def _gone(self, event: InstanceGone, now_s: float) -> list[Effect]:
         instance = self.fleet.get(event.instance_id)
@@ -371,9 +402,18 @@ class Plane:
         effects: list[Effect] = []
         changed = now_s >= instance.blacklisted_until_s and not self.fleet.allowed[instance.row]
         if silent_s > config.stale_s and instance.trust is not Trust.STALE:
+            for other in self._others_at(instance):
+                if self.bus_connected and now_s - other.heard_s <= config.stale_s:
+                    now_called = other.record.instance_id
+                    return self._leave(instance, f"its engine goes by {now_called} now", now_s)
             instance.trust = Trust.STALE
             effects.append(Note("trust", instance_id, f"block set is {Trust.STALE}"))
             changed = True
         if changed:
             self.fleet.refresh(instance, now_s)
         return effects
+
+
+def _address(record: InstanceRecord) -> tuple[str, int | None]:
+    """Return where an instance's requests go."""
+    return record.url, record.dp_rank

@@ -28,9 +28,12 @@ def prompt(*numbers: int, blocks_each: int = 1) -> list[int]:
 
 def record(name: str, **fields: object) -> InstanceRecord:
     """Return a ready instance's record."""
-    defaults: dict[str, object] = {"epoch": 1, "block_size": BLOCK}
-    url = f"http://{name}:8000"
-    return InstanceRecord(name, "m", url, **(defaults | fields))  # type: ignore[arg-type]
+    defaults: dict[str, object] = {
+        "url": f"http://{name}:8000",
+        "epoch": 1,
+        "block_size": BLOCK,
+    }
+    return InstanceRecord(name, "m", **(defaults | fields))  # type: ignore[arg-type]
 
 
 def plane(*names: str, now_s: float = 0.0, **config: object) -> Plane:

@@ -56,6 +56,38 @@ def test_a_time_in_which_the_router_did_not_run_is_nobodys_silence() -> None:
     assert not any(made.ledger.of("a").values())
 
 
+def test_one_engine_with_two_names_is_an_alarm_once() -> None:
+    """What it does counts twice, which no record will ever mend."""
+    made = plane("a", "b")
+    alarms = []
+    for beat in range(30):
+        for name in ("a", "c"):
+            url = "http://a:8000" if beat < 20 else f"http://{name}:8000"
+            effects = made.handle(record(name, url=url, seq=beat), 2.0 * beat)
+            alarms += [effect for effect in effects if isinstance(effect, Alarm)]
+    assert [(alarm.kind, alarm.instance_id) for alarm in alarms] == [("two_names", "c")]
+    assert "a has the same address, http://a:8000" in alarms[0].text
+    made.handle(record("a", url="http://c:8000"), 61.0)
+    ranks = [made.handle(record(f"r{n}", url="http://r", dp_rank=n), 61.0) for n in (0, 1)]
+    assert not any(isinstance(effect, Alarm) for effects in ranks for effect in effects)
+
+
+def test_a_renamed_engine_leaves_its_old_name() -> None:
+    """The old name's record outlives its sidecar; its engine's answers must not keep it alive."""
+    made = plane("a", "b", stale_s=5.0)
+    made.handle(record("new", url="http://a:8000"), 4.0)
+    assert made.fleet.get("a") is not None
+    made.handle(record("new", url="http://a:8000"), 6.0)
+    left = [n for n in made.handle(Tick(), 6.1) if isinstance(n, Note) and n.kind == "left"]
+    assert [(n.instance_id, n.text) for n in left] == [("a", "its engine goes by new now")]
+    assert made.fleet.get("b") is not None
+    left = made.handle(record("newer", url="http://b:8000"), 7.0)
+    assert [(n.kind, n.instance_id) for n in left if isinstance(n, Note)] == [
+        ("joined", "newer"),
+        ("left", "b"),
+    ]
+
+
 def test_two_sidecars_of_one_instance_are_an_alarm() -> None:
     """An epoch may go back once, as after a clock was set; one that does so in turn is named."""
     made = plane("a")
