@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm check format vllm-env sim clean
+.PHONY: help up test test-vllm test-peer check format vllm-env peer-env sim clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,13 +28,19 @@ up: $(VENV)/.run ## Start a whole plane here: NATS, emulated engines, sidecars, 
 	@$(BIN)/multiplane up $(ARGS)
 
 test: $(VENV)/.dev ## Run every test that needs nothing but this machine. ARGS="tests/core -k index" narrows it.
-	@$(PYTEST) -n $(JOBS) --dist loadfile -m "not vllm and not docker" $(ARGS)
+	@$(PYTEST) -n $(JOBS) --dist loadfile -m "not vllm and not peer and not docker" $(ARGS)
 
 test-vllm: $(VENV)/.dev ## Run the tests against real vLLM on this CPU (builds its environment once: about 3 minutes).
 	@MULTIPLANE_VLLM_PYTHON=$$($(BIN)/python tests/vllm_env/build.py) && export MULTIPLANE_VLLM_PYTHON && $(PYTEST) -m vllm $(ARGS)
 
+test-peer: peer-env ## Compare the lab's replays with those of NVIDIA Dynamo's replayer (builds its environment once).
+	@$(PYTEST) -m peer $(ARGS)
+
 vllm-env: ## Build the environment with real vLLM for the CPU, and print its interpreter.
 	@$(PYTHON) tests/vllm_env/build.py
+
+peer-env: $(VENV)/.dev ## Build the environment with the peer's replayer, and print its interpreter.
+	@$(BIN)/python -m bench.dynamo_env
 
 sim: $(VENV)/.dev ## Run the simulated world once. SEED=7 repeats that run.
 	@$(BIN)/python -m tests.sim.run --seed $(or $(SEED),$(shell date +%s)) $(ARGS)

@@ -61,8 +61,8 @@ def measure(result: Result, warm_up_s: float = 0.0) -> Metrics:
         unfinished=result.unfinished,
         offered_rps=arrived / result.span_s if result.span_s else 0.0,
         served_rps=len(result.at_s) / end_s if end_s else 0.0,
-        ttft_s=_spread(result.ttft_s[counted]),
-        tpot_s=_spread(result.tpot_s[counted]),
+        ttft_s=spread(result.ttft_s[counted]),
+        tpot_s=spread(result.tpot_s[counted]),
         hit_rate=float(result.cached_tokens[counted].sum()) / prompt,
         promised_rate=float(result.promised_tokens[counted].sum()) / prompt,
         balance=_balance(result),
@@ -72,7 +72,8 @@ def measure(result: Result, warm_up_s: float = 0.0) -> Metrics:
     )
 
 
-def _spread(values: Floats) -> tuple[float, float, float, float]:
+def spread(values: Floats) -> tuple[float, float, float, float]:
+    """Return mean, p50, p90 and p99 of the values that are numbers; NaN where there are none."""
     values = values[np.isfinite(values)]
     if not len(values):
         return (float("nan"),) * 4
