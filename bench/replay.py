@@ -165,7 +165,8 @@ def table(peers: list[Row], rows: list[Row]) -> str:
             lines.append(
                 f"{name} {row.policy:20} {row.cpu_s:7.2f} {ratio} {row.hit_rate:9.1%} "
                 f"{row.ttft_mean_s:10.3f} s {row.ttft_p99_s:5.2f} s "
-                f"{row.tpot_mean_s * 1e3:7.2f} ms {row.tpot_p99_s * 1e3:5.1f} ms  {'; '.join(row.missed)}"
+                f"{row.tpot_mean_s * 1e3:7.2f} ms {row.tpot_p99_s * 1e3:5.1f} ms  "
+                f"{'; '.join(row.missed)}"
             )
     return "\n".join(lines)
 
