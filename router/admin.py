@@ -96,6 +96,8 @@ class Admin:
             "url": instance.record.url,
             "state": instance.record.state,
             "trust": instance.trust,
+            "mirror_complete": instance.record.mirror_complete,
+            "blind": instance.record.blind,
             "batch_size": int(plane.ledger.batch[row]),
             "queued_tokens": int(plane.ledger.queued[row]),
             "load": plane.ledger.of(instance.record.instance_id),

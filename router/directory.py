@@ -16,7 +16,8 @@ from schemas.bus import InstanceRecord, ModelCard
 # What a reader is made of: a card that differs in nothing else needs no other one.
 _READ_FIELDS = (
     *("tokenizer", "chat_template", "special_tokens", "adds_special_tokens"),
-    *("block_size", "tokenizer_config"),
+    *("block_size", "tokenizer_config", "template_kwargs", "content_format"),
+    *("drop_unchosen_tools", "probes"),
 )
 
 

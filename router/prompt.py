@@ -17,6 +17,7 @@ class Reason(StrEnum):
 
     BATCH = "batch"  # several prompts in one request
     BUSY = "busy"  # too many long texts are being tokenized already
+    CARD_DIFFERS = "card_differs"  # the engine tokenizes otherwise than its model card says
     CHAT_RULES = "chat_rules"  # the model's chats are rendered by engine code, not by a template
     CLOCK = "clock"  # the template prints the time of day
     INVALID = "invalid"  # the engine refuses such a request

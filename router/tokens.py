@@ -19,8 +19,8 @@ from typing import Any, Final
 import msgspec
 
 from controlplane.core.hashing import NO_EXTRAS, BlockHash, Extras, chain, pack_tokens
+from router.card_check import mismatch, options_of
 from router.chat_template import (
-    DEFAULT_OPTIONS,
     ChatTemplate,
     Clock,
     RenderOptions,
@@ -88,7 +88,7 @@ class PromptReader:
         cache: PrefixCache,
         executor: Executor,
         *,
-        options: RenderOptions = DEFAULT_OPTIONS,
+        options: RenderOptions | None = None,
         limits: ReadLimits = DEFAULT_LIMITS,
         now: Clock = datetime.now,
     ) -> None:
@@ -102,7 +102,7 @@ class PromptReader:
             card: the model card; `block_size` 0 gives prompts without hashes.
             cache: shared by all readers of a router.
             executor: threads for long texts, where the library must tokenize them.
-            options: how the engine was started.
+            options: how the engine was started, if not as the card says.
             limits: bounds.
             now: the engine's local time, for templates that print the date.
         """
@@ -115,7 +115,9 @@ class PromptReader:
         self._space: Space = cache.space(card.block_size)
         self._long_texts = 0
         self._tokenizer = self._load_tokenizer(card)
+        options = options or options_of(card)
         self._template = self._load_template(card, options, now) if self._tokenizer else None
+        self._differs = {chats: self._compare(card, chats=chats) for chats in (True, False)}
         self._cutter = Cutter(self._choose_cuts())
 
     @property
@@ -161,6 +163,8 @@ class PromptReader:
             return Inexact(Reason.CHAT_RULES)
         if self._template is None:
             return Inexact(Reason.NO_TEMPLATE)
+        if self._differs[True]:
+            return Inexact(Reason.CARD_DIFFERS)
         if request.truncate_prompt_tokens is not None:
             return Inexact(Reason.TRUNCATION)
         if request.tools and isinstance(self._card.tokenizer_config.get("chat_template"), list):
@@ -186,6 +190,8 @@ class PromptReader:
             return self._from_ids(prompt, extras, request.cache_salt)
         if self._tokenizer is None:
             return Inexact(Reason.NO_TOKENIZER)
+        if self._differs[False]:
+            return Inexact(Reason.CARD_DIFFERS)
         return self._text_steps(prompt, request.add_special_tokens, extras, request.cache_salt)
 
     def _text_steps(
@@ -332,6 +338,14 @@ class PromptReader:
         except TemplateSyntaxError as error:
             self.problem = str(error)
             return None
+
+    def _compare(self, card: ModelCard, *, chats: bool) -> bool:
+        """Whether the engine is known to read chats, or plain prompts, otherwise than the card."""
+        if self._tokenizer is None:
+            return False
+        found = mismatch(card, self._tokenizer, self._template, chats=chats)
+        self.problem = self.problem or found
+        return bool(found)
 
     def _choose_cuts(self) -> list[str]:
         """Return the cuts that let prompts share a system message, and turns their chat."""

@@ -24,6 +24,7 @@ from schemas.records import InstanceRecord as InstanceRecord
 from schemas.records import LeaderLease as LeaderLease
 from schemas.records import ModelCard as ModelCard
 from schemas.records import RouterLease as RouterLease
+from schemas.records import TokenProbe as TokenProbe
 
 
 def _check_packed(hashes: bytes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from schemas.message import U64, Amount, Count, Message
 
 
@@ -20,6 +22,9 @@ class InstanceRecord(Message, frozen=True, tag="instance"):
         epoch: of its block stream.
         state: starting, ready, draining or stopped.
         kv_events: whether its block set is published at all.
+        mirror_complete: whether the engine can hold no block that the set lacks; False where the
+            sidecar began too late to hear of all of them, until the engine's cache is reset.
+        blind: events arrive and none applies, so that the set says nothing.
     """
 
     instance_id: str
@@ -40,6 +45,8 @@ class InstanceRecord(Message, frozen=True, tag="instance"):
     heartbeat_s: Amount = 2.0
     seq: Count = 0
     sent_wall_s: float = 0.0
+    mirror_complete: bool = True
+    blind: bool = False
 
 
 class RouterLease(Message, frozen=True, tag="router"):
@@ -67,6 +74,20 @@ class LeaderLease(Message, frozen=True, tag="leader"):
     ttl_s: Amount
 
 
+class TokenProbe(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A text as the engine itself tokenizes it.
+
+    Attributes:
+        token_ids: what the engine made of it.
+        messages: of a chat of which nothing else was asked; empty for a plain prompt.
+        prompt: the plain prompt.
+    """
+
+    token_ids: list[Count]
+    messages: list[dict[str, str]] = []
+    prompt: str = ""
+
+
 class ModelCard(Message, frozen=True, tag="model_card"):
     """What turns a request into the engine's token ids.
 
@@ -75,6 +96,10 @@ class ModelCard(Message, frozen=True, tag="model_card"):
         chat_template: Jinja source; None where the model has none.
         special_tokens: name (`bos_token`, `eos_token` …) → text, for the template.
         adds_special_tokens: whether plain prompts get the tokenizer's special tokens (BOS).
+        template_kwargs: the template's variables by default (`--default-chat-template-kwargs`).
+        content_format: how the template gets contents (`--chat-template-content-format`).
+        drop_unchosen_tools: `--exclude-tools-when-tool-choice-none`.
+        probes: what a reader made of this card must reproduce; empty where the engine did not say.
     """
 
     model: str
@@ -85,3 +110,7 @@ class ModelCard(Message, frozen=True, tag="model_card"):
     block_size: Count = 0
     max_model_len: Count | None = None
     tokenizer_config: dict[str, Any] = {}
+    template_kwargs: dict[str, Any] = {}
+    content_format: Literal["auto", "string", "openai"] = "auto"
+    drop_unchosen_tools: bool = False
+    probes: list[TokenProbe] = []

@@ -6,10 +6,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from msgspec import structs
+
 from controlplane.bus.protocol import Bus, BusError
 from schemas import subjects
+from schemas.bus import ModelCard
+from sidecar.card_probe import probes_of
 from sidecar.config import SidecarConfig
 from sidecar.discovery import EngineFacts
+from sidecar.engine_http import EngineHttp
 from sidecar.model_card import CardError, build_card, digest_of, find_model_folder
 
 logger = logging.getLogger(__name__)
@@ -24,10 +29,13 @@ class CardUpload:
         digest: its name in the object store; empty while it is not there.
     """
 
-    def __init__(self, config: SidecarConfig, bus: Bus, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, config: SidecarConfig, bus: Bus, http: EngineHttp, changed: Callable[[], None]
+    ) -> None:
         self.digest = ""
         self._config = config
         self._bus = bus
+        self._http = http
         self._changed = changed
         self._facts: EngineFacts | None = None
         self._wanted: tuple[str, str, int] | None = None
@@ -63,11 +71,11 @@ class CardUpload:
 
     async def _upload(self, facts: EngineFacts, block_size: int) -> None:
         try:
-            made = await asyncio.to_thread(self._build, facts, block_size)
+            card = await asyncio.to_thread(self._build, facts, block_size)
         except CardError as error:
             logger.error("no model card: %s; routers will route %s by load", error, facts.model)
             return
-        if made is None:
+        if card is None:
             logger.warning(
                 "no model card: the tokenizer of %r is not on this machine, so routers will route "
                 "%s by load alone; give its folder with --model-path",
@@ -75,7 +83,8 @@ class CardUpload:
                 facts.model,
             )
             return
-        digest, data = made
+        probes = await probes_of(self._http, facts.model, card.chat_template)
+        digest, data = digest_of(structs.replace(card, probes=probes))
         while True:
             try:
                 objects = await self._bus.objects(subjects.MODELS)
@@ -89,16 +98,15 @@ class CardUpload:
         self.digest = digest
         self._changed()
 
-    def _build(self, facts: EngineFacts, block_size: int) -> tuple[str, bytes] | None:
+    def _build(self, facts: EngineFacts, block_size: int) -> ModelCard | None:
         config = self._config
         folder = find_model_folder(config.model_path, facts.root, config.hub_cache)
         if folder is None:
             return None
-        card = build_card(
+        return build_card(
             folder,
             facts.model,
             block_size=block_size,
             max_model_len=facts.max_model_len,
-            chat_template=config.chat_template,
+            told=config,
         )
-        return digest_of(card)

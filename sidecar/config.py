@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 from controlplane.bus import NatsOptions
@@ -24,6 +26,9 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
         api_key: the engine's `--api-key`; sent to the engine only, never logged.
         model_path: folder with the model's tokenizer and chat template.
         chat_template: file that replaces the model's own template, as `--chat-template` does.
+        template_kwargs: the template's variables by default, as `--default-chat-template-kwargs`.
+        content_format: how the template gets contents, as `--chat-template-content-format`.
+        drop_unchosen_tools: as `--exclude-tools-when-tool-choice-none`.
         hub_cache: folder of the Hugging Face cache, where models named by hub id are looked up.
         kv_endpoint: where rank 0 publishes KV events (`tcp://host:5557`); further ranks at the
             ports above. Asked from the engine if empty.
@@ -63,6 +68,9 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str = ""
     model_path: str = ""
     chat_template: str = ""
+    template_kwargs: dict[str, Any] = {}
+    content_format: Literal["auto", "string", "openai"] = "auto"
+    drop_unchosen_tools: bool = False
     hub_cache: str = ""
     kv_endpoint: str = ""
     kv_replay_endpoint: str = ""

@@ -12,6 +12,7 @@ from sidecar.metrics_text import MetricsPage, parse_metrics
 
 T = TypeVar("T")
 
+TOKENIZE = "/tokenize"
 ANSWER_BYTES_MAX = 32 * 1024 * 1024
 # uvicorn closes idle connections after 5 s; one that is reused just then fails.
 _KEEPALIVE_S = 3.0
@@ -148,7 +149,12 @@ class EngineHttp:
     async def tokenize(self, prompt: str, model: str) -> list[int]:
         """Return the engine's token ids of a plain prompt. Raises EngineError."""
         asked = msgspec.json.encode({"model": model, "prompt": prompt})
-        return self._read(await self._ask("POST", "/tokenize", asked), _Tokens).tokens
+        return self._read(await self._ask("POST", TOKENIZE, asked), _Tokens).tokens
+
+    async def tokenize_chat(self, messages: list[dict[str, str]], model: str) -> list[int]:
+        """Return the engine's token ids of a chat, as it would be answered. Raises EngineError."""
+        asked = msgspec.json.encode({"model": model, "messages": messages})
+        return self._read(await self._ask("POST", TOKENIZE, asked), _Tokens).tokens
 
     async def _ask_vllm(self, path: str) -> bytes:
         """Return the body of a GET that every vLLM server answers."""

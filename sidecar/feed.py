@@ -49,7 +49,7 @@ class BlockFeed:
         relay: the published set.
         counts: undecodable payloads, replays, failed replays, snapshots served, missed_live:
             messages that only a replay brought.
-        changed: called when the epoch or the block size changed, for the instance's record.
+        changed: called when something changed that is in the instance's record.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class BlockFeed:
         self._schedule_flush()
 
     def _apply(self, payload: bytes) -> None:
-        block_size = self.mirror.block_size
+        before = self._facts()
         try:
             batch = decode_batch(payload)
         except RemoteError as error:
@@ -157,11 +157,15 @@ class BlockFeed:
             logger.debug("%s: %s", self.instance_id, error)
             return
         self.relay.apply(self.mirror.apply(batch))
-        if self.mirror.block_size != block_size:
+        if self._facts() != before:
             self.changed()
         if self.mirror.blind != self._blind:
             self._blind = self.mirror.blind
             self._report_blindness()
+
+    def _facts(self) -> tuple[int | None, bool, bool]:
+        """What of the mirror is in the instance's record."""
+        return self.mirror.block_size, self.mirror.complete, self.mirror.blind
 
     def _report_blindness(self) -> None:
         outcomes = {str(outcome): count for outcome, count in self.mirror.outcomes.items() if count}

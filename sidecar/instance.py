@@ -81,6 +81,8 @@ class Instance:
             heartbeat_s=config.heartbeat_s,
             seq=self._record_seq,
             sent_wall_s=time.time(),
+            mirror_complete=self.feed is None or self.feed.mirror.complete,
+            blind=self.feed is not None and self.feed.mirror.blind,
         )
 
     def load_report(self, load: Load) -> LoadReport:

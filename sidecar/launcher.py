@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +16,7 @@ from sidecar.config import SidecarConfig
 
 _SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.launchers.api_server")
 _EVENTS = "--kv-events-config"
+_TEMPLATE_KWARGS = "--default-chat-template-kwargs"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -239,9 +240,30 @@ def _completed(
         engine_url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
         api_key=config.api_key or flags.text("--api-key") or environment.get("VLLM_API_KEY", ""),
         chat_template=config.chat_template or flags.text("--chat-template"),
+        template_kwargs=config.template_kwargs or _template_kwargs(flags),
+        content_format=_content_format(flags, config),
+        drop_unchosen_tools="--exclude-tools-when-tool-choice-none" in flags,
         max_num_seqs=config.max_num_seqs or seqs or None,
         server_load=config.server_load and flags.number("--api-server-count", default=1) == 1,
     )
+
+
+def _template_kwargs(flags: _Flags) -> dict[str, Any]:
+    text = flags.text(_TEMPLATE_KWARGS)
+    try:
+        kwargs: dict[str, Any] = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise LaunchError(f"{_TEMPLATE_KWARGS} is no JSON object: {error}") from error
+    return kwargs
+
+
+def _content_format(flags: _Flags, config: SidecarConfig) -> Literal["auto", "string", "openai"]:
+    match flags.text("--chat-template-content-format"):
+        case "string":
+            return "string"
+        case "openai":
+            return "openai"
+    return config.content_format
 
 
 def _json(value: dict[str, Any]) -> str:

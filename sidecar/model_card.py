@@ -15,6 +15,7 @@ import msgspec
 
 from schemas.bus import ModelCard
 from schemas.codec import encode
+from sidecar.config import SidecarConfig
 
 TOKENIZER = "tokenizer.json"
 FILE_BYTES_MAX = 256 * 1024 * 1024
@@ -81,13 +82,14 @@ def build_card(
     *,
     block_size: int,
     max_model_len: int | None,
-    chat_template: str = "",
+    told: SidecarConfig,
 ) -> ModelCard:
-    """Return the card of a model.
+    """Return the card of a model, without what only its engine can say.
 
     Args:
         folder: with at least `tokenizer.json`.
-        chat_template: file whose content replaces the model's own template.
+        told: how the engine was started: a template that replaces the model's own, and its
+            variables.
 
     Raises:
         CardError: a file is missing, too large, or not what it should be.
@@ -98,13 +100,16 @@ def build_card(
     return ModelCard(
         model=model,
         tokenizer=_tokenizer(folder),
-        chat_template=_template(folder, config, chat_template),
+        chat_template=_template(folder, config, told.chat_template),
         special_tokens=special,
         adds_special_tokens=config.get("add_bos_token") is not False
         or bool(config.get("add_eos_token")),
         block_size=block_size,
         max_model_len=max_model_len,
         tokenizer_config=config,
+        template_kwargs=told.template_kwargs,
+        content_format=told.content_format,
+        drop_unchosen_tools=told.drop_unchosen_tools,
     )
 
 

@@ -62,11 +62,11 @@ class SidecarService:
         self.state: State = "starting"
         self.instances: list[Instance] = []
         self.counts: Counter[str] = Counter()
-        self.card = CardUpload(config, bus, self._changed)
         self._bus = bus
         self._http = EngineHttp(
             config.engine_url, api_key=config.api_key, timeout_s=config.http_timeout_s
         )
+        self.card = CardUpload(config, bus, self._http, self._changed)
         self._facts: EngineFacts | None = None
         self._dirty = asyncio.Event()
         self._started_wall_s: float | None = None

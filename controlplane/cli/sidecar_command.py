@@ -67,6 +67,13 @@ def sidecar(
         Path | None,
         typer.Option(help="As the engine's own --chat-template.", rich_help_panel=ENGINE),
     ] = None,
+    chat_template_kwargs: Annotated[
+        str,
+        typer.Option(
+            help="As the engine's own --default-chat-template-kwargs: a JSON object.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "",
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the engine's --api-key.", rich_help_panel=ENGINE),
@@ -116,6 +123,7 @@ def sidecar(
         "advertise_url": advertise_url.rstrip("/"),
         "model_path": "" if model_path is None else str(model_path),
         "chat_template": "" if chat_template is None else str(chat_template),
+        "template_kwargs": _object(chat_template_kwargs),
         "api_key": _secret(api_key_file),
         "kv_endpoint": kv_endpoint,
         "kv_replay_endpoint": kv_replay_endpoint,
@@ -129,6 +137,16 @@ def sidecar(
     if not engine and not command:
         raise UsageError("give --engine URL of a running engine, or `-- vllm serve MODEL …`")
     raise typer.Exit(_run(engine.rstrip("/"), command, settings))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"--chat-template-kwargs must be a JSON object, not {text}")
+    return found
 
 
 def _secret(path: Path | None) -> str:

@@ -233,6 +233,9 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                 seq=12,
                 sent_wall_s=1_700_000_000.25,
             ),
+            "doubtful": bus.InstanceRecord(
+                "a", "m", "http://h:1", 0, mirror_complete=False, blind=True
+            ),
         },
     ),
     "router_lease": (
@@ -261,6 +264,17 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                 block_size=16,
                 max_model_len=40_960,
                 tokenizer_config={"clean_up_tokenization_spaces": False, "extra": [1, None]},
+            ),
+            "probed": bus.ModelCard(
+                "m",
+                b"{}",
+                template_kwargs={"enable_thinking": False},
+                content_format="string",
+                drop_unchosen_tools=True,
+                probes=[
+                    bus.TokenProbe([7, 151_643], messages=[{"role": "user", "content": "hi"}]),
+                    bus.TokenProbe([9], prompt="hi"),
+                ],
             ),
         },
     ),

@@ -118,6 +118,20 @@ def test_the_command_completes_the_sidecars_settings() -> None:
     assert prepared(command=["vllm", "serve", "m"]).config.engine_url == "http://127.0.0.1:8000"
 
 
+def test_how_chats_are_rendered_is_taken_from_the_command() -> None:
+    """Routers must render them as this engine does."""
+    config = prepared(
+        *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
+        *("--chat-template-content-format", "openai", "--exclude-tools-when-tool-choice-none"),
+    ).config
+    assert config.template_kwargs == {"enable_thinking": False}
+    assert (config.content_format, config.drop_unchosen_tools) == ("openai", True)
+    plain = prepared("--chat-template-content-format=string").config
+    assert (plain.template_kwargs, plain.content_format) == ({}, "string")
+    assert prepared().config.content_format == "auto"
+    assert not prepared().config.drop_unchosen_tools
+
+
 def test_wrapped_commands_and_modules_are_known() -> None:
     """What stands before vLLM's own arguments does not matter."""
     for command in (
@@ -157,6 +171,7 @@ def test_wrapped_commands_and_modules_are_known() -> None:
             "overlap",
         ),
         (["--kv-events-config.publisher", "zmq"], "as one JSON object"),
+        (["--default-chat-template-kwargs", "[1]"], "kwargs is no JSON object"),
     ],
 )
 def test_contradictions_are_refused_with_what_to_do(arguments: list[str], said: str) -> None:

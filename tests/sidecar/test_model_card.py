@@ -10,6 +10,7 @@ import pytest
 
 from lab.tiny_model import tiny_model_dir
 from schemas.bus import ModelCard, decode_card
+from sidecar.config import SidecarConfig
 from sidecar.model_card import CardError, build_card, digest_of, find_model_folder
 
 
@@ -24,7 +25,8 @@ def folder_with(path: Path, **files: Any) -> Path:
 
 def card_of(folder: Path, **more: Any) -> ModelCard:
     """The card of a folder."""
-    return build_card(folder, "m", block_size=16, max_model_len=100, **more)
+    told = SidecarConfig(engine_url="http://unset", **more)
+    return build_card(folder, "m", block_size=16, max_model_len=100, told=told)
 
 
 def test_the_tiny_models_card_holds_its_files() -> None:
@@ -37,6 +39,18 @@ def test_the_tiny_models_card_holds_its_files() -> None:
     digest, data = digest_of(card)
     assert (len(digest), decode_card(data)) == (64, card)
     assert digest_of(card_of(tiny_model_dir()))[0] == digest
+
+
+def test_a_card_says_how_its_engine_renders_chats() -> None:
+    """What the sidecar was told of it is what routers need."""
+    card = card_of(
+        tiny_model_dir(),
+        template_kwargs={"enable_thinking": False},
+        content_format="openai",
+        drop_unchosen_tools=True,
+    )
+    assert card.template_kwargs == {"enable_thinking": False}
+    assert (card.content_format, card.drop_unchosen_tools) == ("openai", True)
 
 
 def test_templates_are_looked_up_as_transformers_does(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ async def test_an_engine_is_registered_and_its_blocks_are_followed(world: World)
         card = decode_card(stored)
         assert (card.model, card.block_size, card.max_model_len) == ("tiny", 16, 2000)
         assert card.chat_template
+        assert [bool(probe.messages) for probe in card.probes] == [False, True]
+        assert all(probe.token_ids for probe in card.probes)
 
         for start in range(0, 2000, 100):  # over and over what the cache holds
             await complete(client, list(range(start, start + 300)))
@@ -160,11 +162,13 @@ async def test_a_sidecar_that_starts_too_late_says_so(world: World) -> None:
             feed = service.instances[0].feed
             assert feed is not None
             assert not feed.mirror.complete
+            assert not router.records["i-1"].mirror_complete
             assert router.blocks("i-1") < truth(client.server)
             assert client.server.engine.reset_prefix_cache()
             await complete(client, list(range(200)))
             await eventually(lambda: router.blocks("i-1") == truth(client.server))
             assert feed.mirror.complete
+            await eventually(lambda: router.records["i-1"].mirror_complete)
 
 
 async def test_the_bus_may_be_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
