@@ -64,6 +64,15 @@ class Layout(msgspec.Struct, frozen=True):
     replicas: int = 1
     storage: Storage = "file"
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all that is kept."""
+        return {
+            *(spec.name for spec in self.streams),
+            *(spec.name for spec in self.buckets),
+            *(spec.name for spec in self.stores),
+        }
+
 
 _STREAM_BOUNDS: dict[str, tuple[float, int]] = {
     "MP_KV": (DAY_S, 2048 * MIB),

@@ -232,7 +232,10 @@ class NatsBus:
             await self.link().publish(subject, payload, box.subject, headers)
             answer = await box.get(self.options.call_s_max)
         if answer.status == _NO_RESPONDERS:
-            raise BusError(f"nobody answers on {subject}: is JetStream on, is `bus init` done?")
+            raise BusError(
+                f"nobody answers on {subject}: does NATS run with JetStream "
+                "(`nats-server -js`), and is `multiplane bus init` done?"
+            )
         return answer
 
     async def bucket(self, name: str) -> NatsBucket:

@@ -20,7 +20,7 @@ from controlplane.bus.protocol import Record
 from controlplane.cli import audit_files
 from controlplane.cli.audit_source import From, Model, Since, run, source
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import DEFAULT_NATS, NatsCa, NatsPasswordFile, NatsUrl, NatsUser
+from controlplane.cli.options import BusPlace, Json, with_bus
 
 app = typer.Typer(
     help="Follow, explain, check, record and export what routers decided.", no_args_is_help=True
@@ -31,10 +31,9 @@ app.command("export")(audit_files.export)
 WHICH = "Which events"
 FINDINGS_SHOWN = 20
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @app.command()
+@with_bus
 def tail(
     instance: Annotated[str, typer.Option(help="Of this instance.", rich_help_panel=WHICH)] = "",
     tenant: Annotated[str, typer.Option(help="Of this tenant.", rich_help_panel=WHICH)] = "",
@@ -54,18 +53,13 @@ def tail(
     since: Since = "0s",
     file: From = None,
     model: Model = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Print decisions, ends and verdicts as they happen, one a line."""
     follower = Follower(Wanted(instance, tenant, request, _key(class_key)))
     where = source(
-        nats,
-        nats_user,
-        nats_password_file,
-        nats_ca,
+        bus,
         file=file,
         model=model,
         since="" if file is not None and since == "0s" else since,
@@ -105,6 +99,7 @@ def _key(text: str) -> int | None:
 
 
 @app.command()
+@with_bus
 def show(
     request: Annotated[str, typer.Argument(help="Id of a request, or the end of it.")],
     every: Annotated[bool, typer.Option("--all", help="List every candidate.")] = False,
@@ -112,20 +107,15 @@ def show(
     since: Since = "1h",
     file: From = None,
     model: Model = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Tell the whole story of one request: tokens, candidates, why, retries, times, promises."""
     if not request:
         raise UsageError("REQUEST: give the id of a request, or the end of it")
     teller = StoryTeller(request)
     where = source(
-        nats,
-        nats_user,
-        nats_password_file,
-        nats_ca,
+        bus,
         file=file,
         model=model,
         since="" if file is not None and since == "1h" else since,
@@ -151,6 +141,7 @@ def show(
 
 
 @app.command()
+@with_bus
 def verify(
     json: Json = False,
     since: Since = "",
@@ -159,10 +150,8 @@ def verify(
     ] = VerifyLimits().patience_s,
     file: From = None,
     model: Model = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Compute every recorded decision again; exit with 1 if one cannot be explained.
 
@@ -170,9 +159,7 @@ def verify(
     from the block streams, and promises compared with the tokens that engines found cached.
     """
     verifier = Verifier(VerifyLimits(patience_s=patience_s))
-    where = source(
-        nats, nats_user, nats_password_file, nats_ca, file=file, model=model, since=since
-    )
+    where = source(bus, file=file, model=model, since=since)
 
     async def work() -> int:
         kinds = ("kv", "route", "hotspot", "policy")

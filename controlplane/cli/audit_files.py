@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -18,14 +18,15 @@ from controlplane.audit.recording import RecordingWriter
 from controlplane.audit.table import DecisionRow, Table
 from controlplane.audit.trace import TraceLine, TraceWriter
 from controlplane.bus.protocol import Record
-from controlplane.cli.audit_source import From, Model, Since, connected, run, source
+from controlplane.cli.audit_source import From, Model, Since, run, source
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import DEFAULT_NATS, NatsCa, NatsPasswordFile, NatsUrl, NatsUser
+from controlplane.cli.options import BusPlace, with_bus
 
 KINDS = ("kv", "load", "route", "hotspot", "policy")
 _STATUS_S = 1.0
 
 
+@with_bus
 def record(
     out: Annotated[Path, typer.Argument(help="File to write.")],
     seconds: Annotated[
@@ -34,10 +35,8 @@ def record(
     kinds: Annotated[str, typer.Option(help="What to record, comma-separated.")] = ",".join(KINDS),
     bytes_max: Annotated[int, typer.Option(min=1, help="Largest file.")] = 2_000_000_000,
     model: Model = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Record a plane, from its present state on, into a file that needs nothing else.
 
@@ -47,28 +46,23 @@ def record(
     unknown = [kind for kind in wanted if kind not in KINDS]
     if unknown or not wanted:
         raise UsageError(f"--kinds {kinds}: choose of {', '.join(KINDS)}")
-    where = source(nats, nats_user, nats_password_file, nats_ca)
 
     async def work() -> int:
         from controlplane.audit.record import record as record_bus
 
-        bus = await connected(where.nats, where.options)
-        with RecordingWriter(out) as writer:
-            status = _Status(writer)
-            task = asyncio.ensure_future(
-                record_bus(
-                    bus,
+        async with bus.opened("audit") as nats:
+            with RecordingWriter(out) as writer:
+                recording = record_bus(
+                    nats,
                     writer,
                     wanted,
                     model=model or None,
                     wall=time.time,
                     bytes_max=bytes_max,
-                    written=status.written,
+                    written=_Status(writer).written,
                 )
-            )
-            await _until_asked(task, seconds)
-            await bus.close()
-            typer.echo(f"{writer.frames:,} messages, {writer.nbytes / 1e6:,.1f} MB in {out}")
+                await _until_asked(asyncio.ensure_future(recording), seconds)
+                typer.echo(f"{writer.frames:,} messages, {writer.nbytes / 1e6:,.1f} MB in {out}")
         return 0
 
     run(work())
@@ -107,10 +101,11 @@ async def _until_asked(task: asyncio.Future[None], seconds: float) -> None:
         await task
 
 
+@with_bus
 def export(
     out: Annotated[Path, typer.Argument(help="Folder for Parquet, file for a trace.")],
     form: Annotated[
-        str,
+        Literal["parquet", "trace"],
         typer.Option("--format", help="parquet: a row a decision; trace: what `lab replay` reads."),
     ] = "parquet",
     candidates: Annotated[
@@ -119,21 +114,15 @@ def export(
     since: Since = "",
     file: From = None,
     model: Model = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
+    *,
+    bus: BusPlace,
 ) -> None:
     """Write decisions as Parquet, by day and model, or as a trace for `multiplane lab replay`."""
-    where = source(
-        nats, nats_user, nats_password_file, nats_ca, file=file, model=model, since=since
-    )
+    where = source(bus, file=file, model=model, since=since)
     if form == "parquet":
         sink: _Parquet | _Trace = _Parquet(out, with_candidates=candidates)
-    elif form == "trace":
-        sink = _Trace(out)
     else:
-        raise UsageError(f"--format {form}: choose parquet or trace")
+        sink = _Trace(out)
 
     async def work() -> int:
         await where.read(sink.kinds, sink.hear, "exporting")

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,10 +18,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from controlplane.audit.recording import RecordingError, read_recording
 from controlplane.audit.source import recorded
-from controlplane.bus import Bus, NatsOptions, connect
-from controlplane.bus.protocol import BusError, Record
+from controlplane.bus import Bus
+from controlplane.bus.protocol import Record
+from controlplane.cli.completion import complete_model
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import nats_options
+from controlplane.cli.options import BusPlace
 
 WHAT = "What to read"
 
@@ -36,7 +37,12 @@ Since = Annotated[
     ),
 ]
 Model = Annotated[
-    str, typer.Option(help="Only this model, by its id on the bus.", rich_help_panel=WHAT)
+    str,
+    typer.Option(
+        help="Only this model, by its id on the bus.",
+        rich_help_panel=WHAT,
+        autocompletion=complete_model,
+    ),
 ]
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -52,8 +58,7 @@ class Source(msgspec.Struct, frozen=True):
         follow: go on with what comes.
     """
 
-    nats: str
-    options: NatsOptions
+    bus: BusPlace
     file: Path | None
     model: str
     since_wall_s: float
@@ -88,18 +93,17 @@ class Source(msgspec.Struct, frozen=True):
         Args:
             title: of a progress bar on standard error; none without it, or while following.
         """
-        bus = None if self.file is not None else await connected(self.nats, self.options)
-        try:
-            async with aclosing(self.records(kinds, bus)) as records:
-                if not title or self.follow:
-                    async for record in records:
-                        if hear(record):
-                            return
-                    return
+        async with AsyncExitStack() as stack:
+            bus = None
+            if self.file is None:
+                bus = await stack.enter_async_context(self.bus.opened("audit"))
+            records = await stack.enter_async_context(aclosing(self.records(kinds, bus)))
+            if title and not self.follow:
                 await self._with_progress(records, hear, title)
-        finally:
-            if bus is not None:
-                await bus.close()
+                return
+            async for record in records:
+                if hear(record):
+                    return
 
     async def _with_progress(
         self, records: AsyncIterator[Record], hear: Callable[[Record], bool | None], title: str
@@ -138,20 +142,8 @@ def _progress() -> Progress:
     )
 
 
-async def connected(url: str, options: NatsOptions) -> Bus:
-    """Return a bus that is connected. Raises BusError."""
-    bus = await connect(url, name="multiplane-audit", options=options)
-    if not bus.connected:
-        await bus.close()
-        raise BusError(f"no NATS server answers at {url}; start one, or correct --nats")
-    return bus
-
-
 def source(
-    nats: str,
-    user: str | None,
-    password_file: Path | None,
-    ca: Path | None,
+    bus: BusPlace,
     *,
     file: Path | None = None,
     model: str = "",
@@ -161,8 +153,7 @@ def source(
     """Return what the options name. Raises UsageError."""
     if file is not None and follow:
         raise UsageError("--from and --follow: a recording has an end; leave one of them out")
-    options = nats_options(user, password_file, ca)
-    return Source(nats, options, file, model, since_wall_s(since, time.time()), follow)
+    return Source(bus, file, model, since_wall_s(since, time.time()), follow)
 
 
 def since_wall_s(text: str, now_wall_s: float) -> float:

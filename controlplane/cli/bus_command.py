@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from controlplane import runtime
 from controlplane.bus import NatsBus, connect
 from controlplane.bus.layout import Layout, layout
-from controlplane.bus.protocol import BusError
 from controlplane.bus.setup import Change, Holding, describe, ensure, keep
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import BusPlace, with_bus
+from controlplane.cli.options import BusPlace, Json, with_bus
+from controlplane.cli.tables import show
 
 app = typer.Typer(help="Create and look at what the plane keeps on NATS.", no_args_is_help=True)
 
@@ -25,9 +25,12 @@ app = typer.Typer(help="Create and look at what the plane keeps on NATS.", no_ar
 @with_bus
 def init(
     replicas: Annotated[int, typer.Option(help="Copies of everything: 1, 3 or 5.")] = 1,
-    storage: Annotated[str, typer.Option(help="file or memory.")] = "file",
+    storage: Annotated[
+        Literal["file", "memory"], typer.Option(help="Where the server keeps it.")
+    ] = "file",
     size: Annotated[
-        float, typer.Option(help="Factor on every bound in bytes; 0.1 for a small disk.")
+        float,
+        typer.Option(max=1000.0, help="Factor on every bound in bytes; 0.1 for a small disk."),
     ] = 1.0,
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and create anew what the server has lost.")
@@ -35,20 +38,19 @@ def init(
     *,
     bus: BusPlace,
 ) -> None:
-    """Create streams, buckets and object stores, or correct those that differ. Repeatable."""
-    if storage not in ("file", "memory"):
-        raise UsageError(f"--storage {storage}: choose file or memory")
-    kind: Literal["file", "memory"] = "memory" if storage == "memory" else "file"
+    """Create streams, buckets and object stores, or correct those that differ. Repeatable.
+
+    Example: `multiplane bus init --nats nats://nats:4222 --size 0.1`
+    """
     try:
-        plan = layout(replicas, kind, size)
+        plan = layout(replicas, storage, size)
     except ValueError as error:
         raise UsageError(f"--replicas or --size: {error}") from error
 
     async def work() -> None:
-        nats = await _connected(bus)
-        for change in await ensure(nats, plan):
-            _say(change)
-        await nats.close()
+        async with _opened(bus) as nats:
+            for change in await ensure(nats, plan):
+                _say(change)
 
     if watch:
         raise typer.Exit(runtime.run(lambda stop: _watch(bus, plan, stop)))
@@ -78,47 +80,51 @@ async def _watch(place: BusPlace, plan: Layout, stop: asyncio.Event) -> int:
 
 @app.command()
 @with_bus
-def status(*, bus: BusPlace) -> None:
-    """Show what the server holds."""
+def status(json: Json = False, *, bus: BusPlace) -> None:
+    """Show what the server holds; exit with 1 if something is missing.
+
+    Example: `multiplane bus status`
+    """
 
     async def work() -> None:
-        nats = await _connected(bus)
         plan = layout()
-        holdings = await describe(nats, plan)
-        await nats.close()
-        Console().print(_table(holdings))
-        wanted = len(plan.streams) + len(plan.buckets) + len(plan.stores)
-        if len(holdings) < wanted:
-            missing = wanted - len(holdings)
-            typer.echo(f"{missing} missing: run `multiplane bus init`", err=True)
+        async with _opened(bus) as nats:
+            holdings = await describe(nats, plan)
+        now_wall_s = time.time()
+        show(
+            ("KIND", "NAME", "ENTRIES", "BYTES", "OF", "NEWEST", "READERS", "COPIES"),
+            [_cells(held, now_wall_s) for held in holdings],
+            data=holdings,
+            json=json,
+        )
+        missing = plan.names - {held.name for held in holdings}
+        if missing:
+            typer.echo(
+                f"missing: {', '.join(sorted(missing))}: run `multiplane bus init`", err=True
+            )
             raise typer.Exit(1)
 
     asyncio.run(work())
 
 
-async def _connected(place: BusPlace) -> NatsBus:
-    bus = await connect(place.url, name="multiplane-bus", options=place.options)
-    if not isinstance(bus, NatsBus):
-        raise UsageError(f"--nats {place.url}: not a NATS URL")
-    if not bus.connected:
-        await bus.close()
-        raise BusError(f"no NATS server answers at {place.url}; start one, or correct --nats")
-    return bus
+@asynccontextmanager
+async def _opened(place: BusPlace) -> AsyncIterator[NatsBus]:
+    """Give a connected bus that is a server's. Raises BusError, UsageError."""
+    async with place.opened("bus") as bus:
+        if not isinstance(bus, NatsBus):
+            raise UsageError(f"--nats {place.url}: not a NATS URL")
+        yield bus
 
 
-def _table(holdings: list[Holding]) -> Table:
-    table = Table("kind", "name", "entries", "bytes", "of", "newest", "readers", "copies")
-    now_s = time.time()
-    for held in holdings:
-        newest = "" if held.newest_wall_s is None else f"{now_s - held.newest_wall_s:.0f} s ago"
-        table.add_row(
-            held.kind,
-            held.name,
-            f"{held.messages:,}",
-            f"{held.nbytes / 1e6:,.1f} MB",
-            f"{held.bytes_max / 1e6:,.0f} MB",
-            newest,
-            str(held.consumers),
-            f"{held.current}/{held.replicas}",
-        )
-    return table
+def _cells(held: Holding, now_wall_s: float) -> tuple[str, ...]:
+    newest = "" if held.newest_wall_s is None else f"{now_wall_s - held.newest_wall_s:.0f} s ago"
+    return (
+        held.kind,
+        held.name,
+        f"{held.messages:,}",
+        f"{held.nbytes / 1e6:,.1f} MB",
+        f"{held.bytes_max / 1e6:,.0f} MB",
+        newest,
+        str(held.consumers),
+        f"{held.current}/{held.replicas}",
+    )

@@ -9,27 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import (
-    DEFAULT_NATS,
-    LogLevel,
-    NatsCa,
-    NatsPasswordFile,
-    NatsUrl,
-    NatsUser,
-    nats_options,
-    set_up_logs,
-)
+from controlplane.cli.options import BusPlace, LogLevel, set_up_logs, with_bus
 
 JUDGEMENT = "When a class is a hotspot"
 FALLBACK = "When alarms persist"
 PROCESS = "How it runs"
 
 
+@with_bus
 def detector(
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
     window_s: Annotated[
         float,
         typer.Option(min=1.0, help="Time over which shares are taken.", rich_help_panel=JUDGEMENT),
@@ -104,6 +92,8 @@ def detector(
         ),
     ] = None,
     log_level: LogLevel = "info",
+    *,
+    bus: BusPlace,
 ) -> None:
     """Watch what the routers decide, and bar the holders of classes that outgrow them.
 
@@ -124,8 +114,8 @@ def detector(
         "stay_s": stay_s,
     }
     process = {
-        "bus_url": nats,
-        "bus_options": nats_options(nats_user, nats_password_file, nats_ca),
+        "bus_url": bus.url,
+        "bus_options": bus.options,
         "detector_id": detector_id,
         "lease_ttl_s": lease_ttl_s,
         "lease_renew_s": lease_ttl_s / 3,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from controlplane.cli import audit_command, bus_command, errors, lab_command, operator_commands
+from controlplane.cli import (
+    audit_command,
+    bus_command,
+    errors,
+    finite,
+    lab_command,
+    listing_commands,
+    operator_commands,
+)
 from controlplane.cli.dashboard_command import dashboard
 from controlplane.cli.detector_command import detector
 from controlplane.cli.doctor_command import doctor
@@ -46,14 +54,15 @@ app.command(context_settings=USAGE)(sidecar)
 app.command()(detector)
 app.command()(dashboard)
 app.command()(doctor)
-app.command()(operator_commands.instances)
-app.command()(operator_commands.routers)
+app.command()(listing_commands.instances)
+app.command()(listing_commands.routers)
 app.command()(operator_commands.drain)
 app.add_typer(operator_commands.blacklist_app, name="blacklist")
 app.add_typer(operator_commands.policy_app, name="policy")
 app.add_typer(audit_command.app, name="audit")
 app.add_typer(bus_command.app, name="bus")
 app.add_typer(lab_command.app, name="lab")
+finite.require_finite(app)
 
 
 def run() -> None:

@@ -3,109 +3,115 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import typer
 
-from controlplane.bus import connect
-from controlplane.bus.protocol import BusError
+from controlplane.bus.protocol import Bus, BusError
+from controlplane.cli.completion import complete_instance, complete_model
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import BusPlace, with_bus
-from controlplane.core.policies import POLICIES
+from controlplane.cli.options import BusPlace, PolicyName, with_bus
 from controlplane.operator import Operator
+from controlplane.operator_wait import wait_until_idle
 
-Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
+Reason = Annotated[str, typer.Option(help="Why, for the audit log and for `instances`.")]
 Ttl = Annotated[
     float | None, typer.Option("--ttl-s", min=1.0, help="Ends by itself after this long.")
 ]
-InstanceId = Annotated[str, typer.Argument(help="Instance, as `multiplane instances` lists it.")]
-
-_BEATS_MISSED_MAX = 3
+InstanceId = Annotated[
+    str,
+    typer.Argument(
+        help="Instance, as `multiplane instances` lists it.", autocompletion=complete_instance
+    ),
+]
+OfModel = Annotated[
+    str,
+    typer.Option(
+        help="Its model, where two models have instances of that id.",
+        autocompletion=complete_model,
+    ),
+]
+Model = Annotated[str, typer.Argument(help="Model id on the bus.", autocompletion=complete_model)]
 
 blacklist_app = typer.Typer(help="Keep requests from instances for a while.", no_args_is_help=True)
 policy_app = typer.Typer(help="Override the routers' policy.", no_args_is_help=True)
 
 
-def _with_operator(place: BusPlace, work: Callable[[Operator], Awaitable[None]]) -> None:
-    async def run() -> None:
-        bus = await connect(place.url, name="operator", options=place.options)
-        try:
-            if not bus.connected:
-                raise BusError(
-                    f"no NATS server answers at {place.url}; start one, or correct --nats"
-                )
-            await work(Operator(bus))
-        finally:
-            await bus.close()
+def run_operator(place: BusPlace, work: Callable[[Operator, Bus], Awaitable[int]]) -> None:
+    """Do something on the bus, and exit with its status."""
 
-    asyncio.run(run())
+    async def run() -> int:
+        async with place.opened("operator") as bus:
+            return await work(Operator(bus), bus)
+
+    status = asyncio.run(run())
+    if status:
+        raise typer.Exit(status)
 
 
 @with_bus
 def drain(
     instance: InstanceId,
     off: Annotated[bool, typer.Option("--off", help="Take it back.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return once no request runs on it any more.")
+    ] = False,
+    within_s: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="With --wait: give up after this long, and exit with 1."),
+    ] = None,
     reason: Reason = "",
+    model: OfModel = "",
     *,
     bus: BusPlace,
 ) -> None:
-    """Send no new requests to an instance; running ones finish."""
+    """Send no new requests to an instance; those that run on it finish.
 
-    async def work(operator: Operator) -> None:
-        await operator.drain(instance, on=not off, reason=reason)
-        typer.echo(f"{instance} is {'taken back' if off else 'draining'}")
+    Routers stop choosing it at once, and its caches stay as they are. It stays drained until
+    `--off`, also across restarts of routers and of the instance itself. The last instance of a
+    model that takes requests goes on getting them: a drain never turns clients away.
 
-    _with_operator(bus, work)
+    Example: `multiplane drain engine-0 --wait --reason "new driver"`
+    """
+    if off and wait:
+        raise UsageError("--off and --wait: an instance that is taken back is not waited for")
+    if within_s is not None and not wait:
+        raise UsageError("--within-s needs --wait")
 
-
-@with_bus
-def instances(
-    *,
-    bus: BusPlace,
-) -> None:
-    """List the registered instances."""
-    from rich.console import Console
-    from rich.table import Table
-
-    async def work(operator: Operator) -> None:
-        table = Table("model", "instance", "url", "state", "block", "blocks", "engine")
-        for record in await operator.instances():
-            table.add_row(
-                record.model,
-                record.instance_id,
-                record.url,
-                record.state,
-                str(record.block_size),
-                str(record.num_blocks or "?"),
-                record.engine_version,
+    async def work(operator: Operator, nats: Bus) -> int:
+        if off:
+            return _taken_back(instance, await operator.drain(instance, on=False, model=model))
+        record = await operator.find(instance, model)
+        await operator.drain(instance, on=True, reason=reason, model=record.model)
+        typer.echo(f"{instance} is draining; `multiplane drain {instance} --off` takes it back")
+        if not await operator.others(record):
+            typer.echo(
+                f"warning: no other instance of {record.model} takes requests, so it goes on "
+                "getting them until there is one",
+                err=True,
             )
-        Console().print(table)
+        return await _wait(nats, record.model, instance, within_s) if wait else 0
 
-    _with_operator(bus, work)
+    run_operator(bus, work)
 
 
-@with_bus
-def routers(
-    *,
-    bus: BusPlace,
-) -> None:
-    """List the routers, and where each answers clients and operators."""
-    from rich.console import Console
-    from rich.table import Table
+def _taken_back(instance: str, models: list[str]) -> int:
+    if not models:
+        typer.echo(f"nothing to take back: nothing of the kind stands for {instance}", err=True)
+        return 1
+    typer.echo(f"{instance} is taken back")
+    return 0
 
-    async def work(operator: Operator) -> None:
-        table = Table("model", "router", "clients", "operators", "last heard")
-        for entry in await operator.routers():
-            lease = entry.lease
-            silent_s = time.time() - lease.sent_wall_s
-            lost = " (lost)" if silent_s > _BEATS_MISSED_MAX * lease.heartbeat_s else ""
-            heard = f"{silent_s:.0f} s ago{lost}"
-            table.add_row(entry.model, lease.router_id, lease.address, lease.admin, heard)
-        Console().print(table)
 
-    _with_operator(bus, work)
+async def _wait(nats: Bus, model: str, instance: str, within_s: float | None) -> int:
+    def told(left: int) -> None:
+        typer.echo(f"{left} running" if left else f"nothing runs on {instance} any more")
+
+    if await wait_until_idle(nats, model, instance, told, within_s):
+        return 0
+    typer.echo(f"requests still run on {instance} after {within_s:g} s", err=True)
+    return 1
 
 
 @blacklist_app.command("add")
@@ -114,81 +120,102 @@ def blacklist_add(
     instance: InstanceId,
     ttl_s: Ttl = None,
     reason: Reason = "",
+    model: OfModel = "",
     *,
     bus: BusPlace,
 ) -> None:
-    """Keep requests from an instance, unless no other is left."""
+    """Keep requests from an instance, unless no other is left.
 
-    async def work(operator: Operator) -> None:
-        await operator.blacklist(instance, on=True, ttl_s=ttl_s, reason=reason)
+    Example: `multiplane blacklist add engine-0 --ttl-s 600 --reason "slow disk"`
+    """
+
+    async def work(operator: Operator, _: Bus) -> int:
+        await operator.blacklist(instance, on=True, ttl_s=ttl_s, reason=reason, model=model)
         typer.echo(f"{instance} is blacklisted" + (f" for {ttl_s:g} s" if ttl_s else ""))
+        return 0
 
-    _with_operator(bus, work)
+    run_operator(bus, work)
 
 
 @blacklist_app.command("remove")
 @with_bus
 def blacklist_remove(
     instance: InstanceId,
+    model: OfModel = "",
     *,
     bus: BusPlace,
 ) -> None:
-    """Take an instance back."""
+    """Take an instance back.
 
-    async def work(operator: Operator) -> None:
-        await operator.blacklist(instance, on=False, ttl_s=None)
-        typer.echo(f"{instance} is taken back")
+    Example: `multiplane blacklist remove engine-0`
+    """
 
-    _with_operator(bus, work)
+    async def work(operator: Operator, _: Bus) -> int:
+        return _taken_back(instance, await operator.blacklist(instance, on=False, model=model))
 
-
-@blacklist_app.command("list")
-@with_bus
-def blacklist_list(
-    *,
-    bus: BusPlace,
-) -> None:
-    """List what operators and detectors have said that is still in force."""
-
-    async def work(operator: Operator) -> None:
-        for standing in await operator.standing():
-            typer.echo(f"{standing.model}: {standing.statement}")
-
-    _with_operator(bus, work)
+    run_operator(bus, work)
 
 
 @policy_app.command("set")
 @with_bus
 def policy_set(
-    model: Annotated[str, typer.Argument(help="Model id on the bus.")],
-    policy: Annotated[str, typer.Argument(help="Name of the policy.")],
+    model: Model,
+    policy: Annotated[PolicyName, typer.Argument(help="Name of the policy.")],
     ttl_s: Ttl = None,
     reason: Reason = "",
     *,
     bus: BusPlace,
 ) -> None:
-    """Make every router use a policy for a model."""
-    if policy not in POLICIES:
-        raise UsageError(f"POLICY {policy}: choose one of {', '.join(sorted(POLICIES))}")
+    """Make every router use a policy for a model.
 
-    async def work(operator: Operator) -> None:
+    Example: `multiplane policy set Qwen/Qwen3-8B round_robin --ttl-s 3600`
+    """
+    _check_model(model)
+
+    async def work(operator: Operator, _: Bus) -> int:
         await operator.policy(model, policy, ttl_s=ttl_s, reason=reason)
         typer.echo(f"{model} is routed by {policy}" + (f" for {ttl_s:g} s" if ttl_s else ""))
+        await _warn_of_unknown(operator, model)
+        return 0
 
-    _with_operator(bus, work)
+    run_operator(bus, work)
 
 
 @policy_app.command("clear")
 @with_bus
 def policy_clear(
-    model: Annotated[str, typer.Argument(help="Model id on the bus.")],
+    model: Model,
     *,
     bus: BusPlace,
 ) -> None:
-    """Let every router use its configured policy again."""
+    """Let every router use its configured policy again.
 
-    async def work(operator: Operator) -> None:
+    Example: `multiplane policy clear Qwen/Qwen3-8B`
+    """
+    _check_model(model)
+
+    async def work(operator: Operator, _: Bus) -> int:
         await operator.policy(model, "")
         typer.echo(f"{model} is routed by the configured policy")
+        await _warn_of_unknown(operator, model)
+        return 0
 
-    _with_operator(bus, work)
+    run_operator(bus, work)
+
+
+def _check_model(model: str) -> None:
+    if not model:
+        raise UsageError("MODEL: give the id of a model, as `multiplane instances` lists it")
+
+
+async def _warn_of_unknown(operator: Operator, model: str) -> None:
+    try:
+        models = await operator.models()
+    except BusError:
+        return  # it was said; that nobody can check it is no reason to fail
+    if model not in models:
+        known = ", ".join(models) or "none"
+        typer.echo(
+            f"warning: no instance of {model} is registered; models that have some: {known}",
+            err=True,
+        )

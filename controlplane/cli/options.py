@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 import typer
 
-from controlplane.bus import NatsOptions
+from controlplane.bus import Bus, NatsOptions, connect
+from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
+from controlplane.core.policies import POLICIES
 
 T = TypeVar("T")
 
@@ -48,10 +51,20 @@ NatsCa = Annotated[
     ),
 ]
 LogLevel = Annotated[
-    str, typer.Option("--log-level", help="debug, info, warning or error.", show_default=True)
+    Literal["debug", "info", "warning", "error"],
+    typer.Option("--log-level", help="What to log, at least."),
 ]
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PORT_MAX = 65535
+CONNECT_S = 2.0  # a server that answers later than this is taken for absent
+
 DEFAULT_NATS = "nats://127.0.0.1:4222"
+
+if TYPE_CHECKING:
+    PolicyName = str
+else:
+    PolicyName = Literal[tuple(POLICIES)]
 
 
 def nats_options(user: str | None, password_file: Path | None, ca: Path | None) -> NatsOptions:
@@ -74,6 +87,26 @@ class BusPlace(msgspec.Struct, frozen=True):
 
     url: str
     options: NatsOptions
+
+    @asynccontextmanager
+    async def opened(self, name: str) -> AsyncIterator[Bus]:
+        """Give a bus that is connected, and close it.
+
+        Args:
+            name: who we are, for the server's tools.
+
+        Raises:
+            BusError: no server answers, or it refuses us.
+        """
+        bus = await connect(self.url, name=name, options=self.options, wait_s=CONNECT_S)
+        try:
+            if not bus.connected:
+                raise BusError(
+                    f"no NATS server answers at {self.url}; start one, or correct --nats"
+                )
+            yield bus
+        finally:
+            await bus.close()
 
 
 def with_bus(command: Callable[..., T]) -> Callable[..., T]:
@@ -116,14 +149,7 @@ _BUS_PARAMETERS = (
 
 
 def set_up_logs(level: str) -> None:
-    """Send logs to standard error.
-
-    Raises:
-        UsageError: there is no such level.
-    """
+    """Send logs to standard error."""
     from controlplane import runtime
 
-    known = ("debug", "info", "warning", "error")
-    if level not in known:
-        raise UsageError(f"--log-level {level}: choose one of {', '.join(known)}")
     runtime.log_to_stderr(level)

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import (
-    DEFAULT_NATS,
-    LogLevel,
-    NatsCa,
-    NatsPasswordFile,
-    NatsUrl,
-    NatsUser,
-    nats_options,
-    set_up_logs,
-)
+from controlplane.cli.options import BusPlace, LogLevel, PolicyName, set_up_logs, with_bus
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
@@ -29,20 +20,13 @@ CLIENTS = "Who may use it"
 PROCESS = "How it runs"
 
 
+@with_bus
 def router(
     host: Annotated[str, typer.Option(help="Address for clients.")] = "0.0.0.0",  # noqa: S104
     port: Annotated[int, typer.Option(help="Port for clients; 0 takes a free one.")] = 8000,
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
     policy: Annotated[
-        str,
-        typer.Option(
-            help="multiplicative, round_robin, least_requests, linear, dynamo_cost or "
-            "simulated_ttft.",
-            rich_help_panel=DECISION,
-        ),
+        PolicyName,
+        typer.Option(help="What picks the instance.", rich_help_panel=DECISION),
     ] = "multiplicative",
     policy_option: Annotated[
         list[str] | None,
@@ -159,6 +143,8 @@ def router(
         ),
     ] = 1.0,
     log_level: LogLevel = "info",
+    *,
+    bus: BusPlace,
 ) -> None:
     """Route OpenAI requests to the instances that have registered on the bus.
 
@@ -184,8 +170,8 @@ def router(
         audit_candidates=audit_candidates,
     )
     config = RouterConfig(
-        bus_url=nats,
-        bus_options=nats_options(nats_user, nats_password_file, nats_ca),
+        bus_url=bus.url,
+        bus_options=bus.options,
         host=host,
         port=port,
         admin_host=admin_host,

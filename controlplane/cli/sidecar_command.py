@@ -10,16 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import (
-    DEFAULT_NATS,
-    LogLevel,
-    NatsCa,
-    NatsPasswordFile,
-    NatsUrl,
-    NatsUser,
-    nats_options,
-    set_up_logs,
-)
+from controlplane.cli.options import BusPlace, LogLevel, set_up_logs, with_bus
 
 ENGINE = "The engine"
 EVENTS = "Its KV events, where it cannot be asked"
@@ -28,6 +19,7 @@ PROCESS = "How it runs"
 USAGE = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 
+@with_bus
 def sidecar(
     context: typer.Context,
     engine: Annotated[
@@ -37,10 +29,6 @@ def sidecar(
             rich_help_panel=ENGINE,
         ),
     ] = "",
-    nats: NatsUrl = DEFAULT_NATS,
-    nats_user: NatsUser = None,
-    nats_password_file: NatsPasswordFile = None,
-    nats_ca: NatsCa = None,
     instance_id: Annotated[
         str,
         typer.Option(
@@ -107,6 +95,8 @@ def sidecar(
         typer.Option(help="Port for them; none by default.", rich_help_panel=PROCESS),
     ] = None,
     log_level: LogLevel = "info",
+    *,
+    bus: BusPlace,
 ) -> None:
     """Publish one engine's cached blocks and load.
 
@@ -117,8 +107,8 @@ def sidecar(
     """
     set_up_logs(log_level)
     settings: dict[str, Any] = {
-        "bus_url": nats,
-        "bus_options": nats_options(nats_user, nats_password_file, nats_ca),
+        "bus_url": bus.url,
+        "bus_options": bus.options,
         "instance_id": instance_id,
         "advertise_url": advertise_url.rstrip("/"),
         "model_path": "" if model_path is None else str(model_path),

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from controlplane.cli.main import run
+from tests.cli.commands import call
 
 COMMANDS = (
-    *("up", "router", "sidecar", "doctor", "instances", "routers", "drain"),
-    *("blacklist add", "blacklist remove", "blacklist list", "policy set", "policy clear"),
+    *("up", "router", "sidecar", "detector", "dashboard", "doctor"),
+    *("instances", "routers", "drain"),
+    *("blacklist add", "blacklist remove", "blacklist list"),
+    *("policy set", "policy clear", "policy list"),
     *("bus init", "bus status"),
+    *("audit tail", "audit show", "audit verify", "audit record", "audit export"),
+    *("lab replay",),
 )
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command line in this process; returns its exit status."""
-    monkeypatch.setattr(sys, "argv", ["multiplane", *arguments])
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "dumb")
-    # Log handlers would outlive the captured stream that they write to.
-    monkeypatch.setattr("controlplane.runtime.log_to_stderr", lambda level: None)
-    with pytest.raises(SystemExit) as ended:
-        run()
-    return ended.value.code if isinstance(ended.value.code, int) else 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("up --policy magic", "--policy magic: choose one of dynamo_cost"),
-        ("up --profile TPU/x", "--profile TPU/x: choose one of"),
+        ("up --policy magic", "'magic' is not one of 'multiplicative'"),
+        ("up --profile TPU/x", "'TPU/x' is not one of 'h100/"),
+        ("up --speed inf", "--speed inf: give a finite number"),
+        ("up --speed nan", "--speed"),
+        ("up --port 70000", "--port"),
+        ("up --blocks 5", "--blocks 5: "),
         ("up --trace /nowhere", "--trace /nowhere"),
         ("up --engines 0", "--engines"),
-        ("router --policy magic", "--policy: no policy 'magic'"),
+        ("router --policy magic", "'magic' is not one of"),
+        ("router --port 70000", "--port"),
+        ("router --admin-port -1", "--admin-port"),
         ("router --policy-option x", "--policy-option x: not NAME=NUMBER"),
         ("router --policy-option weight=1", "has no parameter weight"),
-        ("router --log-level loud", "--log-level loud: choose one of debug"),
+        ("router --log-level loud", "'loud' is not one of 'debug'"),
         ("router --workers 2 --port 0", "--workers needs a --port"),
         ("router --api-keys /nowhere", "No such file or directory: '/nowhere'"),
         ("router --api-keys /dev/null", "/dev/null: there is no key in it"),
@@ -51,8 +47,12 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("sidecar", "give --engine URL"),
         ("sidecar --engine ftp://x", "engine_url must begin with http://"),
         ("sidecar -- sleep 1", "the command after `--`"),
-        ("policy set m magic", "POLICY magic: choose one of"),
-        ("bus init --storage tape", "--storage tape: choose file or memory"),
+        ("policy set m magic", "'magic' is not one of"),
+        ("policy clear=", "No such command"),
+        ("drain x --off --wait", "--off and --wait"),
+        ("drain x --within-s 5", "--within-s needs --wait"),
+        ("bus init --storage tape", "'tape' is not one of 'file'"),
+        ("audit export out --format csv", "'csv' is not one of 'parquet'"),
         ("bus init --replicas 2", "--replicas"),
         ("instances --nats nats://127.0.0.1:1", "no NATS server answers"),
         ("nonsense", "nonsense"),
@@ -73,10 +73,12 @@ def test_errors_name_what_is_wrong(
 def test_every_command_explains_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """`--help` of every command says what it does and lists its options."""
+    """`--help` of every command says what it does, with an example, and lists its options."""
     assert call(monkeypatch, *command.split(), "--help") == 0
     said = capsys.readouterr().out
     assert "Usage: multiplane" in said
+    assert "Example" in said
+    assert f"multiplane {command}" in said.replace("\n", " ")[20:]
     assert len(said.splitlines()) > 8
 
 
