@@ -138,7 +138,13 @@ class LocalFleet:
             ChildStartError: one did not start; those that did are still in `instances`.
         """
         new = [self._new(flags) for _ in range(count)]
-        outcomes = await asyncio.gather(*(each.start() for each in new), return_exceptions=True)
+        starts = [asyncio.ensure_future(each.start()) for each in new]
+        try:
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        except asyncio.CancelledError:
+            await asyncio.gather(*starts, return_exceptions=True)
+            await asyncio.gather(*(each.close() for each in new))
+            raise
         for instance, outcome in zip(new, outcomes, strict=True):
             if outcome is None:
                 self.instances.append(instance)

@@ -1,4 +1,4 @@
-"""A whole plane on this machine: NATS, emulated engines, sidecars and routers, as real processes.
+"""A whole plane on this machine as real processes: NATS, engines, sidecars, routers, services.
 
 For `multiplane up`, live tests and benchmarks. Leaving the context ends every process; if this
 process is killed instead, the kernel ends them.
@@ -7,11 +7,11 @@ process is killed instead, the kernel ends them.
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -22,6 +22,7 @@ from controlplane.bus.setup import ensure
 from controlplane.http_client import HttpClient, HttpError
 from lab.children import Child
 from lab.driver import LocalFleet, LocalInstance
+from lab.ports import check_free, free_port
 from lab.tiny_model import tiny_model_dir
 
 READY_S_MAX = 30.0
@@ -40,6 +41,10 @@ class StackOptions(msgspec.Struct, frozen=True):
         router_flags: of every router, as for `multiplane router`.
         sidecar_flags: of every sidecar, as for `multiplane sidecar`.
         nats: URL of a NATS server to use; an embedded one is started if it is empty.
+        nats_port: of the embedded one; 0 takes a free one.
+        admin_port: for operators, of the first router; the next has the next one. 0: free ones.
+        detector: start one.
+        dashboard_port: start a dashboard there, 0 for a free port; None for no dashboard.
     """
 
     engines: int = 3
@@ -50,6 +55,10 @@ class StackOptions(msgspec.Struct, frozen=True):
     router_flags: tuple[str, ...] = ()
     sidecar_flags: tuple[str, ...] = ()
     nats: str = ""
+    nats_port: int = 0
+    admin_port: int = 0
+    detector: bool = False
+    dashboard_port: int | None = None
 
 
 class LocalStack:
@@ -59,6 +68,7 @@ class LocalStack:
         fleet: the engines.
         sidecars: one for each engine.
         routers: the router processes.
+        services: the detector and the dashboard, where they are wanted.
         port: for clients, once started.
     """
 
@@ -67,6 +77,7 @@ class LocalStack:
         self.fleet = LocalFleet(*options.engine_flags)
         self.sidecars: list[Child] = []
         self.routers: list[Child] = []
+        self.services: list[Child] = []
         self.port = options.port
         self.embedded: EmbeddedNats | None = None
         self.nats_url = options.nats
@@ -80,6 +91,22 @@ class LocalStack:
     def admin_urls(self) -> list[str]:
         """Base URL of each router's operator port."""
         return [f"http://{router.ready['admin']}" for router in self.routers]
+
+    @property
+    def dashboard_url(self) -> str:
+        """Where the dashboard is; empty if there is none."""
+        urls = [child.ready["dashboard"] for child in self.services if "dashboard" in child.ready]
+        return str(urls[0]) if urls else ""
+
+    @property
+    def dead(self) -> set[str]:
+        """Names of what was started and has ended."""
+        children = (*self.routers, *self.sidecars, *self.services)
+        names = {child.name for child in children if not child.running}
+        names |= {engine.name for engine in self.fleet.instances if not engine.running}
+        if self.embedded is not None and not self.embedded.running:
+            names.add("nats")
+        return names
 
     async def __aenter__(self) -> LocalStack:
         try:
@@ -98,30 +125,50 @@ class LocalStack:
         await self.close()
 
     async def _start(self) -> None:
+        if self.port:
+            # Routers share their port with each other, and would with another plane's as well.
+            check_free(self.options.host, self.port)
+        else:
+            self.port = free_port(self.options.host)
         if not self.nats_url:
-            self.embedded = await EmbeddedNats().start()
+            self.embedded = await EmbeddedNats(port=self.options.nats_port).start()
             self.nats_url = self.embedded.url
         bus = await NatsBus.connect(self.nats_url, name="up")
         await ensure(bus, layout(size=0.25), missing_only=True)
         await bus.close()
-        await asyncio.gather(self.fleet.start(self.options.engines), self._start_routers())
+        await _together(
+            self.fleet.start(self.options.engines),
+            *(self.start_router() for _ in range(self.options.routers)),
+            *self._start_services(),
+        )
         await self.start_sidecars(self.fleet.instances)
         await self.ready(self.options.engines)
 
-    async def _start_routers(self) -> None:
-        if not self.port:
-            self.port = _free_port(self.options.host)
-        await asyncio.gather(*(self.start_router() for _ in range(self.options.routers)))
+    def _start_services(self) -> list[Coroutine[Any, Any, None]]:
+        """Make the services that are wanted; returns what starts them."""
+        if self.options.detector:
+            self.services.append(Child("detector", [*_multiplane("detector"), *self._bus_flags]))
+        if self.options.dashboard_port is not None:
+            port = str(self.options.dashboard_port)
+            command = [*_multiplane("dashboard"), *self._bus_flags, "--port", port]
+            self.services.append(Child("dashboard", command))
+        return [child.start() for child in self.services]
+
+    @property
+    def _bus_flags(self) -> tuple[str, ...]:
+        return ("--nats", self.nats_url)
 
     async def start_router(self, *flags: str) -> Child:
         """Start one more router on the shared port."""
         number = len(self.routers)
+        admin = self.options.admin_port + number if self.options.admin_port else 0
         router = Child(
             f"router-{number}",
             [
                 *_multiplane("router"),
-                *("--nats", self.nats_url, "--reuse-port", "--log-level", "info"),
-                *("--host", self.options.host, "--port", str(self.port), "--admin-port", "0"),
+                *(*self._bus_flags, "--reuse-port", "--log-level", "info"),
+                *("--host", self.options.host, "--port", str(self.port)),
+                *("--admin-port", str(admin)),
                 *self.options.router_flags,
                 *flags,
             ],
@@ -133,7 +180,7 @@ class LocalStack:
     async def start_sidecars(self, instances: Sequence[LocalInstance]) -> None:
         """Start a sidecar beside each of these emulated engines."""
         folder = tiny_model_dir()
-        await asyncio.gather(*(self.start_sidecar(i.name, i.url, folder) for i in instances))
+        await _together(*(self.start_sidecar(i.name, i.url, folder) for i in instances))
 
     async def start_sidecar(self, name: str, url: str, model_path: Path, *flags: str) -> Child:
         """Start a sidecar beside any engine.
@@ -178,8 +225,8 @@ class LocalStack:
     async def close(self) -> None:
         """End everything, clients' side first."""
         await asyncio.gather(*(router.stop() for router in self.routers))
-        await asyncio.gather(*(sidecar.stop() for sidecar in self.sidecars))
-        for child in (*self.routers, *self.sidecars):
+        await asyncio.gather(*(child.stop() for child in (*self.sidecars, *self.services)))
+        for child in (*self.routers, *self.sidecars, *self.services):
             child.close()
         await self.fleet.close()
         if self.embedded is not None:
@@ -201,8 +248,12 @@ def _multiplane(command: str) -> list[str]:
     return [sys.executable, "-m", "controlplane.cli.main", command]
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+async def _together(*starts: Coroutine[Any, Any, Any]) -> None:
+    """Run all to their end; when one fails, end the others first and raise what it raised."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -73,8 +73,25 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float, float]:
 
 def table(summaries: Sequence[Summary]) -> Table:
     """Return the runs side by side, a column each; where there are two, their ratio as well."""
-    shown = Table("", *(run.name for run in summaries), box=SIMPLE_HEAD)
-    rows: list[tuple[str, list[float], str]] = [
+    heads, rows = _cells(summaries)
+    shown = Table(*heads, box=SIMPLE_HEAD)
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def markdown(summaries: Sequence[Summary]) -> str:
+    """Return what `table` shows, as a table in Markdown."""
+    heads, rows = _cells(summaries)
+    lines = [heads, ["---", *("--:" for _ in heads[1:])], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of the columns, and the rows."""
+    numbers: list[tuple[str, list[float], str]] = [
         ("requests", [run.requests for run in summaries], ",.0f"),
         ("failed", [run.failed for run in summaries], ",.0f"),
         *(
@@ -87,14 +104,12 @@ def table(summaries: Sequence[Summary]) -> Table:
         ("most loaded / mean", [run.balance for run in summaries], ".2f"),
     ]
     two = len(summaries) == 2
-    if two:
-        shown.add_column("ratio")
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for name, values, form in rows:
-        cells = [format(value, form) for value in values]
+    heads = ["", *(run.name for run in summaries), *(["ratio"] if two else [])]
+    rows = []
+    for name, values, form in numbers:
+        row = [name, *(format(value, form) for value in values)]
         if two:
             comparable = values[1] and name not in ("requests", "failed")
-            cells.append(f"{values[0] / values[1]:.2f}" if comparable else "")
-        shown.add_row(name, *cells)
-    return shown
+            row.append(f"{values[0] / values[1]:.2f}" if comparable else "")
+        rows.append(row)
+    return heads, rows

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from controlplane.bus import NatsBus
-from lab.load import Answered, Planned, run_load
+from lab.load import Planned
+from lab.screen import draw, plain
 from lab.stack import LocalStack, StackOptions
-from lab.summary import Summary, summarize, table
+from lab.summary import Summary, markdown, table
+from lab.up_replay import Replay, replay
 from lab.view import BusView
 
-_FRAME_S = 0.25
-_QUIET_S = 0.5
+T = TypeVar("T")
+
+FRAME_S = 0.25
+LINE_EVERY_S = 5.0
 
 
 class UpOptions(msgspec.Struct, frozen=True):
@@ -32,8 +38,9 @@ class UpOptions(msgspec.Struct, frozen=True):
         planned: requests of a trace; empty to serve until stopped.
         compare: run the same requests under round robin too.
         clock: how many seconds of the engines a second here stands for.
-        live: draw the live view; a plain log otherwise.
+        live: draw the live view; a line every few seconds otherwise.
         json: print the summaries as JSON too.
+        report: file to write the table to, as Markdown or, if its name says so, JSON.
     """
 
     stack: StackOptions
@@ -43,55 +50,131 @@ class UpOptions(msgspec.Struct, frozen=True):
     clock: float = 1.0
     live: bool = True
     json: bool = False
+    report: Path | None = None
 
 
 async def up(options: UpOptions, console: Console) -> int:
-    """Run until stopped, or until the trace has been replayed; returns the exit status."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    """Run until stopped, or until the trace has been replayed; returns the exit status.
+
+    Raises:
+        ChildStartError: a process did not start; nothing is left running.
+        PortTakenError: likewise, because somebody else serves clients' port.
+        BusError: likewise, NATS.
+    """
+    stop = _stop_on_signals()
     policies = [options.policy]
     if options.planned and options.compare and options.policy != "round_robin":
         policies.append("round_robin")
     summaries: list[Summary] = []
-    began_s = time.monotonic()
-    console.print(
-        f"starting NATS, {options.stack.engines} emulated engines with sidecars and "
-        f"{options.stack.routers} routers …"
-    )
-    for policy in policies:
+    _announce(options, len(policies), console)
+    for number, policy in enumerate(policies, 1):
+        async with _plane(options, policy, stop) as stack:
+            if stack is None:
+                break
+            if number == 1:
+                greet(console, stack)
+            async with _seen(stack) as view:
+                if not options.planned:
+                    await _watch(options, stack, view, console, stop)
+                    break
+                run = Replay(policy, f"{number}/{len(policies)}", options.planned, options.clock)
+                summaries.append(await replay(run, stack, view, console, stop, live=options.live))
         if stop.is_set():
             break
-        flags = (*options.stack.router_flags, "--policy", policy)
-        stack_options = msgspec.structs.replace(options.stack, router_flags=flags)
-        async with LocalStack(stack_options) as stack:
-            view = BusView()
-            bus = await NatsBus.connect(stack.nats_url, name="view")
-            await view.follow(bus)
-            if not summaries:
-                _greet(console, stack, time.monotonic() - began_s)
-            if options.planned:
-                summaries.append(await _replay(options, policy, stack, view, console, stop))
-            else:
-                await _watch(options, stack, view, console, stop)
-            await bus.close()
-    if summaries:
-        console.print(table(summaries))
-        if options.json:
-            console.print_json(msgspec.json.encode(summaries).decode())
-    failed = sum(summary.failed for summary in summaries)
-    return 1 if failed else 0
+    _report(options, summaries, console)
+    return 1 if any(summary.failed for summary in summaries) else 0
 
 
-def _greet(console: Console, stack: LocalStack, took_s: float) -> None:
-    console.print(f"[green]ready[/] after {took_s:.1f} s: {stack.url}")
-    console.print(f"metrics and /debug/explain: {', '.join(stack.admin_urls)}")
-    console.print(f"NATS: {stack.nats_url}\n\nTry:\n")
+def _stop_on_signals() -> asyncio.Event:
+    """Return an event that the first signal sets; the second one ends everything at once."""
+    stop = asyncio.Event()
+
+    def asked() -> None:
+        if stop.is_set():
+            os._exit(130)  # the kernel ends the children
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked)
+    return stop
+
+
+def _announce(options: UpOptions, runs: int, console: Console) -> None:
+    stack = options.stack
+    console.print(
+        f"starting NATS, {stack.engines} emulated engines with sidecars, {stack.routers} routers"
+        f"{', a detector' if stack.detector else ''} …"
+    )
+    if options.planned:
+        took_s = options.planned[-1].at_s
+        console.print(
+            f"{len(options.planned):,} requests over {took_s:.0f} s"
+            f"{', under each of 2 policies' if runs == 2 else ''}: "
+            f"about {runs * (took_s + 10.0) / 60.0:.1f} minutes in all"
+        )
+
+
+@asynccontextmanager
+async def _plane(
+    options: UpOptions, policy: str, stop: asyncio.Event
+) -> AsyncIterator[LocalStack | None]:
+    """Give a started plane; None if it is stopped before it has started."""
+    flags = (*options.stack.router_flags, "--policy", policy)
+    stack = LocalStack(msgspec.structs.replace(options.stack, router_flags=flags))
+    started = await _unless(stop, stack.__aenter__())
+    try:
+        yield started
+    finally:
+        await stack.close()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what `work` does; None if `stop` is set first, once it has been cancelled."""
+    working = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        return None
+    finally:
+        stopping.cancel()
+
+
+@asynccontextmanager
+async def _seen(stack: LocalStack) -> AsyncIterator[BusView]:
+    """Give a picture of the plane that follows the bus."""
+    view = BusView()
+    bus = await NatsBus.connect(stack.nats_url, name="view")
+    try:
+        await view.follow(bus)
+        yield view
+    finally:
+        await bus.close()
+
+
+def greet(console: Console, stack: LocalStack) -> None:
+    """Say where everything is, and what to try."""
+    lines = [
+        ("clients", stack.url),
+        ("dashboard", stack.dashboard_url),
+        ("routers' /metrics, /debug", " ".join(stack.admin_urls)),
+        ("NATS", stack.nats_url),
+    ]
+    console.print("[green]ready[/]")
+    for name, place in lines:
+        if place:
+            console.print(f"  {name:<26} {place}", highlight=False, soft_wrap=True)
+    if stack.nats_url != "nats://127.0.0.1:4222":
+        said = f"  for other commands: export MULTIPLANE_NATS={stack.nats_url}"
+        console.print(said, highlight=False, soft_wrap=True)
     body = '{"model":"tiny","stream":true,"messages":[{"role":"user","content":"Hello"}]}'
     console.print(
-        f"  curl -N {stack.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"    -d '{body}'\n",
+        f"try: curl -N {stack.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"       -d '{body}'",
         highlight=False,
         soft_wrap=True,
     )
@@ -100,78 +183,72 @@ def _greet(console: Console, stack: LocalStack, took_s: float) -> None:
 async def _watch(
     options: UpOptions, stack: LocalStack, view: BusView, console: Console, stop: asyncio.Event
 ) -> None:
-    """Show the plane until stopped; a router or engine that dies is said, not hidden."""
+    """Show the plane until stopped; what dies is said, not hidden."""
+    if options.live:
+        await _draw_until(stop, stack, view, console)
+    else:
+        await _log_until(stop, stack, view, console)
+
+
+async def _draw_until(
+    stop: asyncio.Event, stack: LocalStack, view: BusView, console: Console
+) -> None:
     title = f"multiplane · {stack.url} · Ctrl-C stops everything"
-    if not options.live:
-        await stop.wait()
-        return
-    with Live(view.render(title), console=console, auto_refresh=False) as live:
+    size = console.size
+    with Live(console=console, auto_refresh=False) as live:
         while not stop.is_set():
-            dead = [child.name for child in (*stack.routers, *stack.sidecars) if not child.running]
-            shown = title if not dead else f"{title} · DEAD: {', '.join(dead)}"
-            live.update(view.render(shown), refresh=True)
-            await _pause(stop, _FRAME_S)
+            if console.size != size:
+                # Lines that were drawn for another width cannot be found again to redraw them.
+                size = console.size
+                console.clear()
+                greet(console, stack)
+            view.expire(time.time())
+            picture = draw(
+                view,
+                title,
+                stack.dead,
+                size=(size.width, size.height - 1),
+                now_s=time.monotonic(),
+            )
+            live.update(picture, refresh=True)
+            await pause(stop, FRAME_S)
 
 
-async def _replay(
-    options: UpOptions,
-    policy: str,
-    stack: LocalStack,
-    view: BusView,
-    console: Console,
-    stop: asyncio.Event,
-) -> Summary:
-    """Send a trace through the plane, with a progress bar; returns what it came to."""
-    planned = options.planned
-    progress = Progress(
-        TextColumn(f"{policy:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("failed {task.fields[failed]}"),
-        console=console,
-        auto_refresh=False,
-    )
-    task = progress.add_task("replay", total=len(planned), failed=0)
-    failed = 0
-
-    def answered(result: Answered) -> None:
-        nonlocal failed
-        failed += not result.ok
-        progress.update(task, advance=1, failed=failed)
-
-    began_s = time.monotonic()
-    running = asyncio.create_task(run_load(stack.url, planned, answered=answered, stop=stop))
-    shown: Group | Progress = progress
-    with Live(shown, console=console, auto_refresh=False, transient=options.live) as live:
-        while not running.done():
-            if options.live:
-                picture: Panel = view.render(f"replaying under {policy}")
-                shown = Group(picture, progress)
-            live.update(shown, refresh=True)
-            await asyncio.wait([running], timeout=_FRAME_S)
-    console.print()
-    results = await running
-    took_s = time.monotonic() - began_s
-    await asyncio.sleep(_QUIET_S)
-    _say_lag(console, results)
-    by_instance = view.routed_by_instance()
-    return summarize(policy, results, by_instance, seconds=took_s, clock=options.clock)
+async def _log_until(
+    stop: asyncio.Event, stack: LocalStack, view: BusView, console: Console
+) -> None:
+    """Print a line every few seconds, and at once when something dies or the bus goes or comes."""
+    said: object = None
+    due_s = time.monotonic()
+    while not stop.is_set():
+        now_s = time.monotonic()
+        state = (stack.dead, view.connected)
+        if now_s >= due_s or state != said:
+            view.expire(time.time())
+            stamp = time.strftime("%H:%M:%S")
+            line = f"{stamp} {plain(view, stack.dead, now_s)}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            said, due_s = state, now_s + LINE_EVERY_S
+        await pause(stop, FRAME_S)
 
 
-def _say_lag(console: Console, results: Sequence[Answered]) -> None:
-    """Warn when this machine could not send the requests at their times."""
-    late = sorted(result.late_s for result in results)
-    if late and late[int(0.95 * (len(late) - 1))] > 0.1:
-        worst_s = late[-1]
-        console.print(
-            f"[yellow]this machine sent requests up to {worst_s:.1f} s late: "
-            "lower --speed for honest latencies[/]"
-        )
-
-
-async def _pause(stop: asyncio.Event, seconds: float) -> None:
+async def pause(stop: asyncio.Event, seconds: float) -> None:
+    """Wait, or less if stopped."""
     try:
         await asyncio.wait_for(stop.wait(), seconds)
     except TimeoutError:
         return
+
+
+def _report(options: UpOptions, summaries: list[Summary], console: Console) -> None:
+    """Print the table, and write it where it is wanted."""
+    if not summaries:
+        return
+    console.print(table(summaries))
+    as_json = msgspec.json.encode(summaries)
+    if options.json:
+        console.print_json(as_json.decode())
+    if options.report is not None:
+        is_json = options.report.suffix == ".json"
+        options.report.write_text(as_json.decode() if is_json else markdown(summaries))
+        console.print(f"written to {options.report}", highlight=False, markup=False)

@@ -1,29 +1,43 @@
-"""The live terminal view: a plain subscriber of the bus, as anybody may be one."""
+"""A picture of the plane for people, kept by a plain subscriber of the bus, as anybody may be one.
+
+An instance is in the picture from its first sign of life on. What it is in, by what says so last:
+
+    dead       its process has ended: told by whoever started it
+    gone       its sidecar took its record back, or the record ran out
+    silent     there is a record, but no block stream for some heartbeats
+    draining   an operator drained it, or it is about to stop
+    blacklisted   an operator's blacklist is in force
+    starting, ready   as its record says
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 
-from rich.console import Group
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
+import msgspec
 
-from controlplane.bus.protocol import Bus
+from controlplane.bus.protocol import Bus, Entry, Watch
 from schemas import bus as messages
 from schemas import subjects
 from schemas.codec import RemoteError
 
 WINDOW_S = 10.0
+LAST_MAX = 12
+SILENT_S = 5.0
 _EVENTS_MAX = 20_000
+_INSTANCES_MAX = 1024
+_ROUTERS_MAX = 256
 
 
 class InstanceView:
     """What the bus says of one instance.
 
     Attributes:
+        state: as its record says; empty without one.
         recent: (when, prompt tokens, hit tokens, ttft) of requests that ended in the window.
+        heard_s: when its block stream was heard last.
     """
 
     def __init__(self) -> None:
@@ -35,6 +49,8 @@ class InstanceView:
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
+        self.state = ""
+        self.heard_s = float("-inf")
         self.recent: deque[tuple[float, int, int, float | None]] = deque(maxlen=_EVENTS_MAX)
 
     def trim(self, now_s: float) -> None:
@@ -43,37 +59,143 @@ class InstanceView:
             self.recent.popleft()
 
 
+class Flow(msgspec.Struct, frozen=True):
+    """What happened in the window: of one instance, or of all.
+
+    Attributes:
+        hit_rate: of prompt tokens; None without any.
+        ttft_s: mean; None without any.
+    """
+
+    per_s: float
+    hit_rate: float | None
+    ttft_s: float | None
+
+
 class BusView:
-    """Keeps a picture of the plane from its streams.
+    """Keeps a picture of the plane from its streams and buckets.
 
     Attributes:
         instances: by instance id.
+        routers: when each was heard last.
+        connected: whether the bus is there.
+        standing: what operators and detectors say now, by the key of the entry.
         decisions: decisions seen.
         last: the newest decisions, as lines of text.
     """
 
     def __init__(self) -> None:
         self.instances: dict[str, InstanceView] = {}
+        self.routers: dict[str, float] = {}
+        self.connected = True
+        self.standing: dict[str, messages.HotspotRaised | Statement] = {}
         self.decisions = 0
-        self.last: deque[str] = deque(maxlen=6)
+        self.last: deque[str] = deque(maxlen=LAST_MAX)
+        self._lost_s = 0.0
+        self._watches: list[Watch] = []
 
     async def follow(self, bus: Bus) -> None:
         """Subscribe; the picture follows by itself from then on."""
+        bus.on_state(self._bus_state)
         for kind, handler in (("route", self._route), ("load", self._load), ("kv", self._kv)):
             await bus.subscribe(subjects.all_of(kind), handler)
-
-    def reset(self) -> None:
-        """Begin anew, as before another run."""
-        self.instances.clear()
-        self.decisions = 0
-        self.last.clear()
+        for bucket, take in (
+            (subjects.INSTANCES, self._record),
+            (subjects.VERDICTS, self._verdict),
+        ):
+            self._watches.append(await (await bus.bucket(bucket)).watch(take))
 
     def routed_by_instance(self) -> dict[str, int]:
         """Return how many requests each instance got."""
         return {name: view.routed for name, view in self.instances.items()}
 
+    def state_of(self, name: str, dead: Collection[str], now_s: float) -> str:
+        """Return the word for what an instance is in; see the module's table."""
+        view = self.instances[name]
+        if name in dead:
+            return "dead"
+        if not view.state or view.state == "stopped":
+            return "gone"
+        if self.connected and now_s - view.heard_s > SILENT_S:
+            return "silent"
+        for statement in self.standing.values():
+            if isinstance(statement, messages.Drain) and statement.instance_id == name:
+                return "draining"
+            if isinstance(statement, messages.Blacklist) and statement.instance_id == name:
+                return "blacklisted"
+        return view.state
+
+    def routers_heard(self, now_s: float) -> int:
+        """Return how many routers were heard of late."""
+        return sum(now_s - heard_s <= SILENT_S for heard_s in self.routers.values())
+
+    def bus_lost_s(self, now_s: float) -> float | None:
+        """Return for how long the bus has been away; None while it is there."""
+        return None if self.connected else now_s - self._lost_s
+
+    def flow(self, now_s: float, name: str | None = None) -> Flow:
+        """Return what happened in the window on one instance, or on all."""
+        views = self.instances.values() if name is None else [self.instances[name]]
+        count = prompt = hit = 0
+        ttft: list[float] = []
+        for view in views:
+            view.trim(now_s)
+            count += len(view.recent)
+            prompt += sum(entry[1] for entry in view.recent)
+            hit += sum(entry[2] for entry in view.recent)
+            ttft += [entry[3] for entry in view.recent if entry[3] is not None]
+        return Flow(
+            count / WINDOW_S,
+            hit / prompt if prompt else None,
+            sum(ttft) / len(ttft) if ttft else None,
+        )
+
+    def expire(self, wall_s: float) -> None:
+        """Drop statements whose time is over."""
+        for key, statement in list(self.standing.items()):
+            ttl_s = getattr(statement, "ttl_s", None)
+            said_s = getattr(statement, "set_wall_s", None) or getattr(
+                statement, "raised_wall_s", 0.0
+            )
+            if ttl_s is not None and wall_s > said_s + ttl_s:
+                del self.standing[key]
+
     def _of(self, instance_id: str) -> InstanceView:
-        return self.instances.setdefault(instance_id, InstanceView())
+        view = self.instances.get(instance_id)
+        if view is None:
+            view = InstanceView()
+            if len(self.instances) < _INSTANCES_MAX:
+                self.instances[instance_id] = view
+        return view
+
+    def _bus_state(self, connected: bool) -> None:
+        self.connected = connected
+        self._lost_s = time.monotonic()
+
+    def _record(self, entry: Entry) -> None:
+        try:
+            _, name = subjects.parse_key(entry.key)
+            state = "" if entry.value is None else messages.decode_instance(entry.value).state
+        except RemoteError:
+            return
+        view = self._of(name)
+        if state and not view.state:
+            view.heard_s = time.monotonic()
+        view.state = state
+
+    def _verdict(self, entry: Entry) -> None:
+        try:
+            _, name = subjects.parse_key(entry.key)
+            decode = (
+                messages.decode_hotspot if name.startswith("hotspot") else messages.decode_policy
+            )
+            said = None if entry.value is None else decode(entry.value)
+        except RemoteError:
+            return
+        if said is None or isinstance(said, messages.HotspotCleared):
+            self.standing.pop(entry.key, None)
+        else:
+            self.standing[entry.key] = said
 
     def _route(self, subject: str, payload: bytes) -> None:
         try:
@@ -81,6 +203,8 @@ class BusView:
         except RemoteError:
             return
         now_s = time.monotonic()
+        if batch.router_id in self.routers or len(self.routers) < _ROUTERS_MAX:
+            self.routers[batch.router_id] = now_s
         for event in batch.events:
             if isinstance(event, messages.Routed):
                 self._routed(event)
@@ -88,14 +212,7 @@ class BusView:
                 view = self._of(event.instance_id)
                 view.queued = max(0, view.queued - event.new_tokens)
             elif isinstance(event, messages.Finished):
-                view = self._of(event.instance_id)
-                view.batch = max(0, view.batch - 1)
-                view.queued = max(0, view.queued - event.released_tokens)
-                view.finished += 1
-                prompt, hit = event.prompt_tokens or 0, event.cached_tokens
-                view.recent.append(
-                    (now_s, prompt, event.hit_tokens if hit is None else hit, event.ttft_s)
-                )
+                self._finished(event, now_s)
 
     def _routed(self, event: messages.Routed) -> None:
         self.decisions += 1
@@ -105,9 +222,17 @@ class BusView:
         view.routed += 1
         sizes = f"{event.prompt_tokens or 0:,} tokens, {event.hit_tokens:,} cached"
         self.last.append(
-            f"{event.request_id[-12:]:>12} → {event.instance_id}  {sizes}, "
+            f"{event.request_id[-6:]:>6} → {event.instance_id}  {sizes}, "
             f"score {event.score:,.0f} ({event.policy})"
         )
+
+    def _finished(self, event: messages.Finished, now_s: float) -> None:
+        view = self._of(event.instance_id)
+        view.batch = max(0, view.batch - 1)
+        view.queued = max(0, view.queued - event.released_tokens)
+        view.finished += 1
+        prompt, hit = event.prompt_tokens or 0, event.cached_tokens
+        view.recent.append((now_s, prompt, event.hit_tokens if hit is None else hit, event.ttft_s))
 
     def _load(self, subject: str, payload: bytes) -> None:
         try:
@@ -123,32 +248,9 @@ class BusView:
             batch = messages.decode_kv(payload)
         except RemoteError:
             return
-        self._of(batch.instance_id).blocks = batch.count
+        view = self._of(batch.instance_id)
+        view.blocks = batch.count
+        view.heard_s = time.monotonic()
 
-    def render(self, title: str) -> Panel:
-        """Return the picture for a terminal."""
-        now_s = time.monotonic()
-        table = Table("instance", expand=True, box=None, header_style="dim")
-        for name in ("batch", "queued tokens", "running", "waiting", "KV use", "cached blocks"):
-            table.add_column(name, justify="right")
-        for name in ("requests", "hit rate", "TTFT"):
-            table.add_column(name, justify="right")
-        for name, view in sorted(self.instances.items()):
-            view.trim(now_s)
-            prompt = sum(entry[1] for entry in view.recent)
-            hit = sum(entry[2] for entry in view.recent)
-            ttft = [entry[3] for entry in view.recent if entry[3] is not None]
-            table.add_row(
-                name,
-                f"{view.batch} {'▇' * min(view.batch, 20)}",
-                f"{view.queued:,}",
-                str(view.running),
-                str(view.waiting),
-                f"{view.kv_usage:.0%}",
-                f"{view.blocks:,}",
-                f"{view.routed:,}",
-                f"{hit / prompt:.0%}" if prompt else "–",
-                f"{1e3 * sum(ttft) / len(ttft):,.0f} ms" if ttft else "–",
-            )
-        lines = Text("\n".join(self.last) or "no decisions yet", style="dim")
-        return Panel(Group(table, Text(), lines), title=title, border_style="cyan")
+
+Statement = messages.Drain | messages.Blacklist | messages.PolicyOverride

@@ -70,8 +70,9 @@ FOREIGN: dict[str, dict[str, str]] = {
     "rich": {
         "controlplane/cli/*.py": "what commands print",
         "lab/summary.py": "tables of results",
+        "lab/screen.py": "the demo's live view",
         "lab/up.py": "what the demo prints",
-        "lab/view.py": "the demo's live view",
+        "lab/up_replay.py": "how far a replay is",
     },
     "sortedcontainers": {"controlplane/core/*.py": "ordered queues"},
     "tokenizers": {

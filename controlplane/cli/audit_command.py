@@ -56,7 +56,10 @@ def tail(
     *,
     bus: BusPlace,
 ) -> None:
-    """Print decisions, ends and verdicts as they happen, one a line."""
+    """Print decisions, ends and verdicts as they happen, one a line.
+
+    Example: `multiplane audit tail --since 5m --instance engine-0`
+    """
     follower = Follower(Wanted(instance, tenant, request, _key(class_key)))
     where = source(
         bus,
@@ -110,7 +113,10 @@ def show(
     *,
     bus: BusPlace,
 ) -> None:
-    """Tell the whole story of one request: tokens, candidates, why, retries, times, promises."""
+    """Tell the whole story of one request: tokens, candidates, why, retries, times, promises.
+
+    Example: `multiplane audit show 7f3a9c --all`
+    """
     if not request:
         raise UsageError("REQUEST: give the id of a request, or the end of it")
     teller = StoryTeller(request)
@@ -157,6 +163,8 @@ def verify(
 
     Choices are computed from what decisions say they saw, hits from block sets that are rebuilt
     from the block streams, and promises compared with the tokens that engines found cached.
+
+    Example: `multiplane audit verify --since 1h`
     """
     verifier = Verifier(VerifyLimits(patience_s=patience_s))
     where = source(bus, file=file, model=model, since=since)

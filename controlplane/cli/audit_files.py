@@ -41,6 +41,8 @@ def record(
     """Record a plane, from its present state on, into a file that needs nothing else.
 
     `audit verify --from`, `tail --from`, `show --from` and `export --from` read it.
+
+    Example: `multiplane audit record plane.mpr --for 600`
     """
     wanted = tuple(kind.strip() for kind in kinds.split(",") if kind.strip())
     unknown = [kind for kind in wanted if kind not in KINDS]
@@ -117,7 +119,10 @@ def export(
     *,
     bus: BusPlace,
 ) -> None:
-    """Write decisions as Parquet, by day and model, or as a trace for `multiplane lab replay`."""
+    """Write decisions as Parquet, by day and model, or as a trace for `multiplane lab replay`.
+
+    Example: `multiplane audit export decisions --since 1d`
+    """
     where = source(bus, file=file, model=model, since=since)
     if form == "parquet":
         sink: _Parquet | _Trace = _Parquet(out, with_candidates=candidates)

@@ -7,19 +7,23 @@ from typing import Annotated
 
 import typer
 
-from controlplane.cli.options import BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
 
 
 @with_bus
 def dashboard(
-    bus: BusPlace,
     host: Annotated[
         str, typer.Option(help="Address to serve on. It asks nobody who they are.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 for a free one.")] = 8090,
+    port: Annotated[int, typer.Option(min=0, max=PORT_MAX, help="Port; 0 for a free one.")] = 8090,
     log_level: LogLevel = "warning",
+    *,
+    bus: BusPlace,
 ) -> None:
-    """Serve a page that shows the plane live: fleet, decisions, hotspots, latencies, stories."""
+    """Serve a page that shows the plane live: fleet, decisions, hotspots, latencies, stories.
+
+    Example: `multiplane dashboard --nats nats://nats:4222 --port 8090`
+    """
     from controlplane.dashboard.main import DashboardConfig, run_dashboard
     from controlplane.dashboard.server import DashboardServer
 

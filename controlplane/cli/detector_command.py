@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
 
 JUDGEMENT = "When a class is a hotspot"
 FALLBACK = "When alarms persist"
@@ -88,7 +88,10 @@ def detector(
     metrics_port: Annotated[
         int | None,
         typer.Option(
-            help="Port of the metrics, 0 for a free one; none by default.", rich_help_panel=PROCESS
+            min=0,
+            max=PORT_MAX,
+            help="Port of the metrics, 0 for a free one; none by default.",
+            rich_help_panel=PROCESS,
         ),
     ] = None,
     log_level: LogLevel = "info",
@@ -99,6 +102,8 @@ def detector(
 
     Routers work without it. Run two or more for availability: one leads, the others stand by. It
     prints one line of JSON once it watches.
+
+    Example: `multiplane detector --nats nats://nats:4222 --window-s 30`
     """
     set_up_logs(log_level)
     judgement = {

@@ -27,6 +27,8 @@ def doctor(
     The router's tokens must equal the engine's, the keys in the engine's events must equal the
     router's, and the hit that the router promises must equal what the engine reports as cached.
     Exits with 1 if anything is wrong, and says how to mend it.
+
+    Example: `multiplane doctor --nats nats://nats:4222`
     """
     console = Console()
 

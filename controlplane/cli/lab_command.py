@@ -77,6 +77,8 @@ def replay(
 
     Engines are emulated by the step: the same batches, blocks and evictions as vLLM's scheduler
     makes, with the step times of a stated GPU and model. An hour of traffic takes seconds.
+
+    Example: `multiplane lab replay sample --policies multiplicative,round_robin --instances 8`
     """
     from lab import report
     from lab.replay_config import ReplayConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import BusPlace, LogLevel, PolicyName, set_up_logs, with_bus
+from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, PolicyName, set_up_logs, with_bus
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
@@ -23,7 +23,9 @@ PROCESS = "How it runs"
 @with_bus
 def router(
     host: Annotated[str, typer.Option(help="Address for clients.")] = "0.0.0.0",  # noqa: S104
-    port: Annotated[int, typer.Option(help="Port for clients; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=PORT_MAX, help="Port for clients; 0 takes a free one.")
+    ] = 8000,
     policy: Annotated[
         PolicyName,
         typer.Option(help="What picks the instance.", rich_help_panel=DECISION),
@@ -97,6 +99,8 @@ def router(
     admin_port: Annotated[
         int,
         typer.Option(
+            min=0,
+            max=PORT_MAX,
             help="Port for metrics and debugging, of all workers together; 0 takes a free one.",
             rich_help_panel=PROCESS,
         ),
@@ -151,6 +155,8 @@ def router(
     A router needs no configuration per model: instances, tokenizers and block sets all come from
     the bus. Run as many as you like behind any load balancer; each prints one line of JSON with its
     addresses once it serves. With several workers, SIGHUP replaces them one by one.
+
+    Example: `multiplane router --nats nats://nats:4222 --port 8000`
     """
     from controlplane.core.plane import PlaneConfig
     from controlplane.core.policies import make_policy

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
 
 ENGINE = "The engine"
 EVENTS = "Its KV events, where it cannot be asked"
@@ -92,7 +92,12 @@ def sidecar(
     ] = "127.0.0.1",
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Port for them; none by default.", rich_help_panel=PROCESS),
+        typer.Option(
+            min=0,
+            max=PORT_MAX,
+            help="Port for them, 0 for a free one; none by default.",
+            rich_help_panel=PROCESS,
+        ),
     ] = None,
     log_level: LogLevel = "info",
     *,
@@ -100,10 +105,10 @@ def sidecar(
 ) -> None:
     """Publish one engine's cached blocks and load.
 
-    Beside a running engine: `multiplane sidecar --engine http://127.0.0.1:8100`.
+    Example, beside a running engine: `multiplane sidecar --engine http://127.0.0.1:8100`
 
-    Or start it: `multiplane sidecar -- vllm serve MODEL --port 8100`. The flags that it needs are
-    added, signals are passed on, and running requests finish before it is stopped.
+    Or to start it: `multiplane sidecar -- vllm serve MODEL --port 8100`. The flags that it needs
+    are added, signals are passed on, and running requests finish before it is stopped.
     """
     set_up_logs(log_level)
     settings: dict[str, Any] = {

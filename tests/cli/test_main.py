@@ -21,10 +21,11 @@ COMMANDS = (
     ("arguments", "text"),
     [
         ("up --policy magic", "'magic' is not one of 'multiplicative'"),
-        ("up --profile TPU/x", "'TPU/x' is not one of 'h100/"),
-        ("up --speed inf", "--speed inf: give a finite number"),
+        ("up --profile TPU/x", "'TPU/x' is not one of"),
+        ("up --speed inf", "--speed"),
         ("up --speed nan", "--speed"),
         ("up --port 70000", "--port"),
+        ("lab replay sample --duration inf", "--duration inf: give a finite number"),
         ("up --blocks 5", "--blocks 5: "),
         ("up --trace /nowhere", "--trace /nowhere"),
         ("up --engines 0", "--engines"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -67,6 +68,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def command_of(pid: int) -> str:
+    """Return a process's command line; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
 def start_up(*flags: str) -> tuple[subprocess.Popen[str], list[str]]:
     """Start `multiplane up` and return it once it serves, with what it printed so far."""
     process = subprocess.Popen(
@@ -86,11 +95,56 @@ def test_up_serves_and_stopping_it_leaves_nothing_running(number: signal.Signals
     """Ctrl-C ends every process that `up` started."""
     process, lines = start_up("--engines", "2", "--routers", "1")
     started = descendants(process.pid)
-    assert len(started) >= 6, "nats, two engines, two sidecars, a router"
+    assert len(started) == 8, "nats, two engines and sidecars, a router, detector and dashboard"
     assert any("ready" in line for line in lines)
     process.send_signal(number)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0, rest
+    until(lambda: not any(map(alive, started)))
+
+
+def test_the_port_of_another_plane_is_refused() -> None:
+    """A second `up` on the same port says so in one line, and leaves nothing and harms nobody."""
+    process, lines = start_up("--engines", "1", "--routers", "1")
+    port = next(line for line in lines if "clients" in line).rpartition(":")[2].strip()
+    again = subprocess.run(
+        [*UP[:-3], "--port", port, "--no-live"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert again.returncode == 2
+    assert again.stderr.startswith(f"multiplane: --port {port}: 127.0.0.1:{port}: Address already")
+    assert len(again.stderr.splitlines()) == 1
+    assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=60)
+
+
+def test_without_a_view_there_is_a_line_now_and_then() -> None:
+    """`--no-live` says what the view would show, and at once when an engine dies."""
+    process, _ = start_up("--engines", "2", "--routers", "1")
+    assert process.stdout is not None
+    assert any("2 ready" in process.stdout.readline() for _ in range(10))
+    engine = next(pid for pid in descendants(process.pid) if "lab.server" in command_of(pid))
+    os.kill(engine, signal.SIGKILL)
+    assert any("1 dead" in process.stdout.readline() for _ in range(10))
+    process.terminate()
+    process.communicate(timeout=60)
+
+
+def test_stopping_up_while_it_starts_leaves_nothing() -> None:
+    """Ctrl-C does not wait for the start."""
+    process = subprocess.Popen(
+        [*UP, "--engines", "2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    until(lambda: len(descendants(process.pid)) >= 3)
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "ready" not in said
     until(lambda: not any(map(alive, started)))
 
 
@@ -103,13 +157,15 @@ def test_killing_up_leaves_nothing_either() -> None:
     until(lambda: not any(map(alive, started)))
 
 
-def test_a_trace_is_replayed_and_compared() -> None:
+def test_a_trace_is_replayed_and_compared(tmp_path: Path) -> None:
     """`up --trace` replays real traffic under two policies, and ends with a table and JSON."""
+    report = tmp_path / "table.md"
     done = subprocess.run(
         [
             *UP,
             *("--engines", "4", "--routers", "2", "--trace", "sample"),
             *("--duration", "30", "--speed", "4", "--json"),
+            *("--report", str(report)),
         ],
         capture_output=True,
         text=True,
@@ -118,7 +174,10 @@ def test_a_trace_is_replayed_and_compared() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hit rate" in done.stdout
-    runs = json.loads(done.stdout[done.stdout.index("[\n") :])
+    assert "1/2 multiplicative: 0 of" in done.stdout
+    assert "s left" in done.stdout
+    assert report.read_text().startswith("|  | multiplicative | round_robin | ratio |\n| --- |")
+    runs = json.loads(done.stdout[done.stdout.index("[\n") : done.stdout.rindex("]") + 1])
     assert [run["name"] for run in runs] == ["multiplicative", "round_robin"]
     assert [run["failed"] for run in runs] == [0, 0]
     assert runs[0]["requests"] == runs[1]["requests"] > 50
