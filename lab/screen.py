@@ -112,7 +112,7 @@ def _table(
     table = Table(box=None, header_style="dim", pad_edge=False, expand=True)
     table.add_column("instance", no_wrap=True, overflow="ellipsis", ratio=1, min_width=8)
     table.add_column("state", no_wrap=True, min_width=8)
-    columns = _COLUMNS if width >= _NARROW else _NARROW_COLUMNS
+    columns: tuple[str, ...] = _COLUMNS if width >= _NARROW else _NARROW_COLUMNS
     if width >= _WIDE:
         columns += ("requests",)
     for column in columns:
