@@ -109,7 +109,6 @@ def test_export_writes_parquet_and_traces(recording: Path, tmp_path: Path) -> No
     [
         (("tail", "--class", "xyz"), "16 hexadecimal digits"),
         (("show", ""), "give the id of a request"),
-        (("export", "out", "--format", "csv"), "choose parquet or trace"),
         (("record", "out", "--kinds", "kv,all"), "choose of kv, load, route, hotspot, policy"),
         (("verify", "--from", "nowhere"), "nowhere: No such file"),
         (("verify", "--since", "yesterday"), "write 90s, 15m"),
