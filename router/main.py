@@ -22,7 +22,7 @@ from router.config import RouterConfig
 from router.directory import Directory
 from router.event_path import EventPath
 from router.http_server import HttpServer
-from router.metrics import RequestMetrics, Sample
+from router.metrics import RequestMetrics, Sample, counted
 from router.plane_samples import plane_samples, tenant_samples
 from router.prefix_cache import PrefixCache
 from router.registration import Registration
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OUTCOME = ("outcome",)
+_CACHE_LEVELS = ("nodes", "segments", "handles", "bytes_used")
 
 
 class RouterProcess:
@@ -206,19 +207,18 @@ class RouterProcess:
         now_s = time.monotonic()
         yield from plane_samples(self._directory, self.router.instances, now_s)
         yield from tenant_samples(self._access, now_s)
-        stats, bus, cache = self._server.stats, self._bus.stats(), self._cache.stats
-        for name in stats.__slots__:
+        for name, text, value in counted(self._server.stats):
             shown = "loop_lag_seconds" if name == "loop_lag_s" else f"http_{name}_total"
-            yield Sample(shown, "See router.http_server.ServerStats.", getattr(stats, name))
+            yield Sample(shown, text, value)
         yield Sample("asyncio_tasks", "Tasks of the event loop.", len(asyncio.all_tasks()))
         yield Sample("http_connections_open", "From clients.", self._server.connections_open)
         yield Sample("upstream_calls_open", "Requests at engines.", self._pool.calls_open)
         for name, value in self._pool.counts.items():
-            yield Sample(f"upstream_{name}_total", "See UpstreamPool.counts.", value)
+            yield Sample(f"upstream_{name}_total", "Of connections to engines.", value)
         yield Sample("bus_connected", "Whether the bus is connected.", self._bus.connected)
-        for name in bus.__struct_fields__:
+        for name, text, value in counted(self._bus.stats()):
             suffix = "" if name.startswith("buffered") else "_total"
-            yield Sample(f"bus_{name}{suffix}", "See BusStats.", getattr(bus, name))
+            yield Sample(f"bus_{name}{suffix}", text, value)
         yield Sample(
             "records_unusable",
             "Instance records that no request can be sent by, such as for a bad url.",
@@ -226,9 +226,10 @@ class RouterProcess:
         )
         yield Sample("events_waiting", "Bus messages not taken in yet.", self.events.waiting)
         for name, value in self.events.counts.items():
-            yield Sample(f"events_{name}_total", "See EventPath.counts.", value)
-        for name in cache.__struct_fields__:
-            yield Sample(f"prefix_cache_{name}", "See prefix_cache.Stats.", getattr(cache, name))
+            yield Sample(f"events_{name}_total", "Of bus messages and block sets.", value)
+        for name, text, value in counted(self._cache.stats):
+            suffix = "" if name in _CACHE_LEVELS else "_total"
+            yield Sample(f"prefix_cache_{name}{suffix}", text, value)
         yield Sample("config_loads_total", "Changed files taken into use.", self._files.loads)
         yield Sample(
             "config_failures_total", "Changed files that were no use.", self._files.failures

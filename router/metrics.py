@@ -7,6 +7,8 @@ fixed sets, models and tenants have a configured most.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -27,6 +29,17 @@ PREFIX = "multiplane_"
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _OVERHEAD_S = (25e-6, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 16e-4, 5e-3, 2e-2, 1e-1)
+
+
+def counted(counts: object) -> Iterator[tuple[str, str, float]]:
+    """Yield (name, what its class says of it, value) of each of an object's numbers."""
+    documented = type(counts)
+    section = (inspect.getdoc(documented) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in found}
+    for name in getattr(documented, "__struct_fields__", None) or vars(documented)["__slots__"]:
+        text = texts.get(name, name)
+        yield name, text[:1].upper() + text[1:], getattr(counts, name)
 
 
 class Sample:

@@ -67,7 +67,7 @@ class _SidecarCollector(Collector):
             f"{_PREFIX}_events", "KV events by what became of them.", labels=["instance", "outcome"]
         )
         others = CounterMetricFamily(
-            f"{_PREFIX}_feed", "See sidecar.feed.BlockFeed.counts.", labels=["instance", "what"]
+            f"{_PREFIX}_feed", "What happened to an engine's events.", labels=["instance", "what"]
         )
         for feed in feeds:
             for outcome, count in list(feed.mirror.outcomes.items()):
@@ -91,7 +91,7 @@ class _SidecarCollector(Collector):
             state.add_metric([each], float(self._service.state == each))
         yield state
         counts = CounterMetricFamily(
-            f"{_PREFIX}_service", "See sidecar.service.SidecarService.counts.", labels=["what"]
+            f"{_PREFIX}_service", "What happened to the sidecar.", labels=["what"]
         )
         for what, count in list(self._service.counts.items()):
             counts.add_metric([what], count)

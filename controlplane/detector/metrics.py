@@ -97,7 +97,7 @@ def describe(service: DetectorService) -> list[Family]:
     return [
         *(_single(kind, name, text, read(service)) for kind, name, text, read in _PROCESS),
         _counts("writes", "outcome", "Writes to the bucket.", service.registrar.counts),
-        _counts("service", "what", "See DetectorService.counts.", service.counts),
+        _counts("service", "what", "What happened to the detector.", service.counts),
         *(_by_model(models, *each) for each in _MODEL),
         *_hotspots(models),
         _shares(models),
