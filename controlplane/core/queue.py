@@ -1,0 +1,367 @@
+"""The admission queue: where requests wait while every instance that could serve them is full.
+
+Theory of operation. Requests wait in *lines*, one for each tenant and lane (`queue_lines`), whose
+order is configured. Between tenants the queue is shared by deficit round robin: a tenant whose turn
+it is may have prefilled `weight · quantum_tokens` more, and keeps what it does not use while it has
+requests waiting. So of what is served while two tenants wait, each gets its weight's part, give or
+take one quantum and one longest prompt, whatever the others send.
+
+    add ──> waiting ──take──> to an instance ──restore──> waiting, in its old place
+               │ └──cancel──> gone: its client left
+               └──expire, hopeless, displaced──> refused or degraded by the caller
+
+The queue is bounded. A newcomer for whom there is no room displaces the newest request of the
+tenant that is most above its share of the places, if its own tenant is below; else it is refused.
+Whoever is refused learns when what waits now will have been served, at the rate of late.
+
+Pure: `now_s` comes in. `check` derives everything anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from sortedcontainers import SortedList
+
+from controlplane.core.queue_lines import TOLERATED_TOKENS, Line, QueueConfig, Service, Waiting
+
+RETRY_S_MIN, RETRY_S_MAX = 1.0, 300.0
+RATE_DISPATCHES = 64
+"""How many of the latest dispatches the drain rate is taken over."""
+
+Open = Callable[[Hashable], bool]
+"""Says whether some instance has room for a lane."""
+
+
+class DrainRate:
+    """How many requests leave the queue a second, of late."""
+
+    def __init__(self, dispatches: int = RATE_DISPATCHES) -> None:
+        self._times: deque[float] = deque(maxlen=dispatches)
+
+    def note(self, now_s: float) -> None:
+        """Count a dispatch."""
+        self._times.append(now_s)
+
+    def per_s(self, now_s: float) -> float:
+        """Return the rate up to now, so that a queue that stands still has a falling one."""
+        if len(self._times) < 2:
+            return 0.0
+        span_s = now_s - self._times[0]
+        return len(self._times) / span_s if span_s > 0 else float("inf")
+
+
+class _Tenant:
+    """One tenant's lines, and what it may still have served in this round."""
+
+    __slots__ = ("count", "deficit", "in_turn", "lines", "name", "weight")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.lines: dict[Hashable, Line] = {}
+        self.count = 0
+        self.deficit = 0.0
+        self.in_turn = False
+
+    def choose(self, opened: dict[Hashable, bool], is_open: Open) -> Waiting | None:
+        """Return whose turn it is among the lanes that have room: the most urgent, the oldest."""
+        best: Waiting | None = None
+        for lane, line in self.lines.items():
+            if lane not in opened:
+                opened[lane] = is_open(lane)
+            if opened[lane]:
+                found = line.choose()
+                if best is None or (found.start_by_s, found.number) < (
+                    best.start_by_s,
+                    best.number,
+                ):
+                    best = found
+        return best
+
+
+class _Group:
+    """Requests that share their prefix; `served` once one of them was."""
+
+    __slots__ = ("members", "served")
+
+    def __init__(self) -> None:
+        self.members: dict[int, Waiting] = {}
+        self.served = False
+
+    def move_up(self, member: Waiting) -> None:
+        """Let a member count as having its prefix computed. Only for one that is in no line."""
+        if self.served:
+            member.grouped_tokens = max(member.tokens - TOLERATED_TOKENS, 0)
+
+
+class AdmissionQueue:
+    """What waits for one model at one router.
+
+    Attributes:
+        config: how requests wait.
+        rate: of dispatches.
+        nbytes: bodies of what waits.
+    """
+
+    def __init__(self, config: QueueConfig) -> None:
+        self.config = config
+        self.rate = DrainRate()
+        self.nbytes = 0
+        self._numbers = 0
+        self._waiting: OrderedDict[int, Waiting] = OrderedDict()
+        self._tenants: dict[str, _Tenant] = {}
+        self._ring: deque[_Tenant] = deque()
+        self._hope: Any = SortedList()  # (hope_until_s, number) of those with a budget
+        self._groups: dict[Hashable, _Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """Yield what waits, the oldest first."""
+        return iter(self._waiting.values())
+
+    def __contains__(self, waiting: Waiting) -> bool:
+        return self._waiting.get(waiting.number) is waiting
+
+    # --- coming and going
+
+    def add(self, waiting: Waiting, service: Service) -> Waiting | None:
+        """Let a request wait; returns who has no place now: None, the newcomer, or another.
+
+        Args:
+            waiting: in no queue.
+            service: how long it is expected to take.
+
+        Complexity: O(log n), and O(tenants) when full.
+        """
+        config = self.config
+        if self.nbytes + waiting.size_bytes > config.bytes_max:
+            return waiting
+        displaced: Waiting | None = None
+        if len(self._waiting) >= config.requests_max:
+            displaced = self._displaced_by(waiting)
+            if displaced is None:
+                return waiting
+            self.cancel(displaced)
+        waiting.number = self._numbers
+        self._numbers += 1
+        waiting.expect(service, config.patience_s)
+        self._insert(waiting)
+        return displaced
+
+    def restore(self, waiting: Waiting) -> None:
+        """Give one that was taken, and could not be sent, its old place and its tenant's credit."""
+        self._insert(waiting)
+        tenant = self._tenants[waiting.tenant]
+        tenant.deficit += waiting.cost_tokens
+        self._waiting = OrderedDict(sorted(self._waiting.items()))
+
+    def cancel(self, waiting: Waiting) -> bool:
+        """Take a request out; False if it is not in."""
+        if waiting not in self:
+            return False
+        self._tenants[waiting.tenant].lines[waiting.lane].discard(waiting)
+        self._removed(waiting)
+        return True
+
+    def _insert(self, waiting: Waiting) -> None:
+        self._waiting[waiting.number] = waiting
+        self.nbytes += waiting.size_bytes
+        tenant = self._tenants.get(waiting.tenant)
+        if tenant is None:
+            tenant = self._tenants[waiting.tenant] = _Tenant(waiting.tenant)
+            self._ring.append(tenant)
+        tenant.weight = waiting.weight
+        tenant.count += 1
+        if waiting.group is not None:
+            group = self._groups.setdefault(waiting.group, _Group())
+            group.members[waiting.number] = waiting
+            group.move_up(waiting)
+        line = tenant.lines.get(waiting.lane)
+        if line is None:
+            line = tenant.lines[waiting.lane] = Line(self.config)
+        line.add(waiting)
+        if waiting.has_budget:
+            self._hope.add((waiting.hope_until_s, waiting.number))
+
+    def _removed(self, waiting: Waiting) -> None:
+        """Forget one that has left its line."""
+        del self._waiting[waiting.number]
+        self.nbytes -= waiting.size_bytes
+        tenant = self._tenants[waiting.tenant]
+        tenant.count -= 1
+        if not tenant.lines[waiting.lane]:
+            del tenant.lines[waiting.lane]
+        if not tenant.count:
+            del self._tenants[waiting.tenant]
+            self._ring.remove(tenant)
+        if waiting.has_budget:
+            self._hope.remove((waiting.hope_until_s, waiting.number))
+        if waiting.group is not None:
+            group = self._groups[waiting.group]
+            del group.members[waiting.number]
+            if not group.members:
+                del self._groups[waiting.group]
+
+    def _displaced_by(self, newcomer: Waiting) -> Waiting | None:
+        """Return the newest of the tenant most above its share; None if that is the newcomer's."""
+        own = self._tenants.get(newcomer.tenant)
+        own_count = 0 if own is None else own.count
+        most = max(self._tenants.values(), key=lambda tenant: tenant.count / tenant.weight)
+        if most is own or most.count / most.weight <= (own_count + 1) / newcomer.weight:
+            return None
+        return max((line.newest for line in most.lines.values()), key=lambda w: w.number)
+
+    # --- serving
+
+    def take(self, is_open: Open, now_s: float) -> Waiting | None:
+        """Take out whose turn it is; None if no lane that has anybody waiting has room.
+
+        Complexity: O(log n) for one tenant, O(tenants) in all.
+        """
+        opened: dict[Hashable, bool] = {}
+        if len(self._ring) == 1:
+            chosen = self._ring[0].choose(opened, is_open)
+        else:
+            chosen = self._next_in_round(opened, is_open)
+        if chosen is None:
+            return None
+        self._tenants[chosen.tenant].lines[chosen.lane].served(chosen)
+        self._removed(chosen)
+        self.rate.note(now_s)
+        self._move_up(chosen)
+        return chosen
+
+    def _next_in_round(self, opened: dict[Hashable, bool], is_open: Open) -> Waiting | None:
+        """Return who is served next by deficit round robin, charged to its tenant."""
+        chosen = [(tenant, tenant.choose(opened, is_open)) for tenant in self._ring]
+        able = [(tenant, waiting) for tenant, waiting in chosen if waiting is not None]
+        if not able:
+            return None
+        quantum = self.config.quantum_tokens
+        for _ in range(4):  # twice but for rounding
+            for tenant, waiting in able:
+                if not tenant.in_turn:
+                    tenant.in_turn = True
+                    tenant.deficit += quantum * tenant.weight
+                if tenant.deficit >= waiting.cost_tokens:
+                    self._turn_to(tenant)
+                    tenant.deficit -= waiting.cost_tokens
+                    return waiting
+                tenant.in_turn = False
+            self._skip_rounds(able)
+        raise AssertionError("after the rounds that it takes, somebody can be served")
+
+    def _skip_rounds(self, able: Sequence[tuple[_Tenant, Waiting]]) -> None:
+        """Let the rounds pass at once in which nobody could be served."""
+        quantum = self.config.quantum_tokens
+        rounds = min(
+            math.ceil((waiting.cost_tokens - tenant.deficit) / (quantum * tenant.weight))
+            for tenant, waiting in able
+        )
+        for tenant, _ in able:
+            tenant.deficit += max(rounds - 1, 0) * quantum * tenant.weight
+
+    def _turn_to(self, tenant: _Tenant) -> None:
+        """Go on with this tenant next time: its turn lasts until its credit does not."""
+        while self._ring[0] is not tenant:
+            self._ring.rotate(-1)
+
+    def _move_up(self, served: Waiting) -> None:
+        """Let those who share the prefix of one just served be served soon, too."""
+        group = self._groups.get(served.group) if served.group is not None else None
+        if group is None:
+            return
+        group.served = True
+        for member in list(islice(group.members.values(), self.config.regroup_max)):
+            if not member.grouped_tokens:
+                line = self._tenants[member.tenant].lines[member.lane]
+                line.discard(member)
+                group.move_up(member)
+                line.add(member)
+
+    # --- time
+
+    def refresh(self, found: Iterable[tuple[Waiting, Service, int]]) -> None:
+        """Take new predictions and prefix hits of requests that wait.
+
+        Complexity: O(n log n) for the lines concerned, whole lines being sorted at once.
+        """
+        lines: dict[int, Line] = {}
+        for waiting, service, hit_tokens in found:
+            if waiting not in self:
+                continue
+            waiting.expect(service, self.config.patience_s)
+            waiting.hit_tokens = hit_tokens
+            if waiting.group is not None:
+                self._groups[waiting.group].move_up(waiting)
+            line = self._tenants[waiting.tenant].lines[waiting.lane]
+            lines[id(line)] = line
+        for line in lines.values():
+            line.rebuild()
+        if lines:
+            self._hope = SortedList((w.hope_until_s, w.number) for w in self if w.has_budget)
+
+    def expire(self, now_s: float) -> list[Waiting]:
+        """Take out who has waited for as long as anybody may."""
+        overdue: list[Waiting] = []
+        for waiting in self._waiting.values():
+            if now_s - waiting.arrived_s < self.config.wait_s_max:
+                break
+            overdue.append(waiting)
+        for waiting in overdue:
+            self.cancel(waiting)
+        return overdue
+
+    def hopeless(self, now_s: float, looks_max: int) -> list[Waiting]:
+        """Take out who cannot be expected to meet its deadline, however often looked at.
+
+        Args:
+            now_s: the present.
+            looks_max: further looks, at later times and with later predictions, that a request
+                gets before it is given up.
+        """
+        beyond = []
+        for hope_s, number in self._hope:
+            if hope_s >= now_s:
+                break
+            beyond.append(self._waiting[number])
+        given_up = []
+        for waiting in beyond:
+            waiting.looks += 1
+            if waiting.looks > looks_max:
+                self.cancel(waiting)
+                given_up.append(waiting)
+        return given_up
+
+    def retry_after_s(self, now_s: float) -> float:
+        """Return when what waits now will have been served, at the rate of late."""
+        rate = self.rate.per_s(now_s)
+        seconds = len(self) / rate if rate > 0 else self.config.wait_s_max
+        return min(max(seconds, RETRY_S_MIN), RETRY_S_MAX)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many requests of each tenant wait."""
+        return {name: tenant.count for name, tenant in self._tenants.items()}
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert len(self) <= self.config.requests_max
+        assert list(self._waiting) == sorted(self._waiting)
+        assert self.nbytes == sum(w.size_bytes for w in self)
+        assert sorted(t.name for t in self._ring) == sorted(self._tenants)
+        for name, tenant in self._tenants.items():
+            assert tenant.count == sum(map(len, tenant.lines.values())) > 0
+            assert tenant.count == sum(w.tenant == name for w in self)
+            for line in tenant.lines.values():
+                line.check()
+        budgets = sorted((w.hope_until_s, w.number) for w in self if w.has_budget)
+        assert list(self._hope) == budgets
+        grouped = {number for group in self._groups.values() for number in group.members}
+        assert grouped == {w.number for w in self if w.group is not None}

@@ -1,0 +1,244 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controlplane.core.queue import RETRY_S_MAX, RETRY_S_MIN, AdmissionQueue, DrainRate
+from controlplane.core.queue_lines import (
+    ORDERS,
+    TOLERATED_TOKENS,
+    UNKNOWN,
+    QueueConfig,
+    Service,
+    Waiting,
+    group_of,
+)
+from tests.core.plane_helpers import BLOCK, prompt
+
+
+def everybody(_: object) -> bool:
+    """Every lane has room."""
+    return True
+
+
+def add(queue: AdmissionQueue, name: str, at_s: float = 0.0, **fields: object) -> Waiting:
+    """Adds a request that finds room."""
+    service = fields.pop("service", UNKNOWN)
+    one = Waiting(name, at_s, **fields)  # type: ignore[arg-type]
+    assert queue.add(one, service) is None  # type: ignore[arg-type]
+    return one
+
+
+def names(queue: AdmissionQueue, count: int = 100) -> list[str]:
+    """Takes out up to `count` requests."""
+    found: list[str] = []
+    while len(found) < count and (one := queue.take(everybody, 0.0)) is not None:
+        found.append(one.payload)
+    return found
+
+
+def test_edf_serves_the_least_slack_first() -> None:
+    """Slack is the deadline less the predicted p99: a long request must start earlier."""
+    queue = AdmissionQueue(QueueConfig("edf"))
+    add(queue, "late", ttft_by_s=9.0, service=Service(ttft_p99_s=1.0))
+    add(queue, "long", ttft_by_s=9.5, service=Service(ttft_p99_s=4.0))
+    add(queue, "soon", ttft_by_s=7.0, service=Service(ttft_p99_s=1.0))
+    add(queue, "total", total_by_s=6.0, service=Service(ttft_p99_s=1.0, total_p99_s=4.0))
+    assert names(queue) == ["total", "long", "soon", "late"]
+
+
+def test_within_the_band_a_longer_hit_goes_first_and_beyond_it_does_not() -> None:
+    """`edf+klpm` looks no further than `band_s` behind the most urgent."""
+    queue = AdmissionQueue(QueueConfig("edf+klpm", 2, band_s=1.0))
+    for name, due_s, hit in [("a", 5.0, 0), ("b", 5.1, 10), ("c", 5.9, 90), ("d", 7.0, 99)]:
+        add(queue, name, ttft_by_s=due_s, tokens=100, hit_tokens=hit)
+    assert names(queue) == ["a", "c", "b", "d"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    order=st.sampled_from(ORDERS),
+    k=st.integers(1, 5),
+    before=st.lists(st.tuples(st.floats(0.1, 20.0), st.integers(0, 99)), max_size=12),
+    after=st.lists(st.tuples(st.floats(0.1, 20.0), st.integers(0, 99)), min_size=80, max_size=80),
+)
+def test_nobody_is_passed_over_beyond_the_stated_bound(
+    order: str, k: int, before: list[tuple[float, int]], after: list[tuple[float, int]]
+) -> None:
+    """One without any hit leaves in time, whatever with better hits keeps coming."""
+    queue = AdmissionQueue(QueueConfig(order, k, band_s=5.0))  # type: ignore[arg-type]
+
+    def come(at_s: float, what: tuple[float, int]) -> Waiting:
+        return add(queue, "x", at_s, ttft_by_s=at_s + what[0], tokens=100, hit_tokens=what[1])
+
+    ahead = [come(0.0, what) for what in before]
+    poor = come(0.0, (10.0, 0))
+    if "edf" in order:
+        ahead = [one for one in ahead if one.start_by_s <= poor.start_by_s]
+    allowed = len(ahead) + 1
+    for dispatch, what in enumerate(after):
+        later = come(0.5 * dispatch, what)  # one comes for each that leaves
+        allowed += "edf" in order and later.start_by_s < poor.start_by_s
+        if queue.take(everybody, 0.0) is poor:
+            break
+    else:
+        raise AssertionError("it starved")
+    assert dispatch + 1 <= allowed * (1 if order in ("fcfs", "edf") else k)
+
+
+def test_a_request_without_a_budget_becomes_urgent_too() -> None:
+    """After `patience_s` it is before those that came later with a budget."""
+    queue = AdmissionQueue(QueueConfig("edf", patience_s=5.0))
+    add(queue, "patient", 0.0)
+    add(queue, "early", 1.0, ttft_by_s=4.0)
+    add(queue, "late", 4.5, ttft_by_s=5.5)
+    assert names(queue) == ["early", "patient", "late"]
+
+
+def test_weights_are_shares_of_the_tokens_served() -> None:
+    """Two tenants that always have requests waiting are served by their weights."""
+    queue = AdmissionQueue(QueueConfig("fcfs", requests_max=1000, quantum_tokens=500))
+    for number in range(300):
+        add(queue, f"a{number}", tenant="a", weight=1.0, tokens=100 + 7 * (number % 30))
+        add(queue, f"b{number}", tenant="b", weight=3.0, tokens=900)
+    served = {"a": 0, "b": 0}
+    for _ in range(120):
+        one = queue.take(everybody, 0.0)
+        assert one is not None
+        served[one.tenant] += one.cost_tokens
+        assert abs(served["b"] - 3 * served["a"]) <= 3 * 500 + 3 * 900 + 500
+
+
+def test_lanes_without_room_are_passed_over() -> None:
+    """A request for a busy adapter does not hold up the others."""
+    queue = AdmissionQueue(QueueConfig("fcfs"))
+    add(queue, "adapter", lane="lora")
+    add(queue, "plain")
+    taken = queue.take(lambda lane: lane is None, 0.0)
+    assert taken is not None
+    assert taken.payload == "plain"
+    assert queue.take(lambda lane: lane is None, 0.0) is None
+    assert names(queue) == ["adapter"]
+
+
+def test_one_that_could_not_be_sent_keeps_its_place() -> None:
+    """It was taken, and is back where it was."""
+    queue = AdmissionQueue(QueueConfig("fcfs"))
+    first = add(queue, "first")
+    add(queue, "second")
+    assert queue.take(everybody, 0.0) is first
+    queue.restore(first)
+    queue.check()
+    assert names(queue) == ["first", "second"]
+
+
+def test_at_the_bound_the_greediest_tenant_gives_way() -> None:
+    """A newcomer of a tenant below its share displaces the newest of the one above it most."""
+    queue = AdmissionQueue(QueueConfig("fcfs", requests_max=4))
+    flood = [add(queue, f"a{n}", tenant="a") for n in range(4)]
+    newcomer = Waiting("b", 0.0, tenant="b")
+    assert queue.add(newcomer, UNKNOWN) is flood[3]
+    assert queue.add(Waiting("b", 0.0, tenant="b"), UNKNOWN) is flood[2]
+    refused = Waiting("b", 0.0, tenant="b")
+    assert queue.add(refused, UNKNOWN) is refused, "both have two places now"
+    again = Waiting("a", 0.0, tenant="a")
+    assert queue.add(again, UNKNOWN) is again
+    assert len(queue) == 4
+    queue.check()
+
+
+def test_bodies_are_bounded_too() -> None:
+    """A few large bodies fill the queue like many small ones."""
+    queue = AdmissionQueue(QueueConfig("fcfs", bytes_max=1000))
+    add(queue, "a", size_bytes=600)
+    large = Waiting("b", 0.0, size_bytes=401)
+    assert queue.add(large, UNKNOWN) is large
+    add(queue, "c", size_bytes=400)
+    assert queue.nbytes == 1000
+
+
+def test_retry_after_is_when_what_waits_will_have_been_served() -> None:
+    """At 10 dispatches a second 40 requests take 4 s; one that comes back then finds room."""
+    queue = AdmissionQueue(QueueConfig("fcfs", wait_s_max=20.0))
+    for number in range(60):
+        add(queue, str(number))
+    assert queue.retry_after_s(0.0) == 20.0, "nothing is known yet: nobody waits longer"
+    for number in range(20):
+        queue.take(everybody, number / 10)
+    assert queue.retry_after_s(1.9) == pytest.approx(4.0, rel=0.1)
+    assert queue.retry_after_s(1000.0) == RETRY_S_MAX, "it stands still"
+    names(queue, 39)
+    assert queue.retry_after_s(1.9) == RETRY_S_MIN
+
+
+def test_a_rate_needs_two_dispatches() -> None:
+    """One says nothing of a rate."""
+    rate = DrainRate()
+    rate.note(1.0)
+    assert rate.per_s(2.0) == 0.0
+
+
+def test_the_hopeless_are_given_up_after_two_more_looks() -> None:
+    """A request whose predicted mean no longer fits is looked at thrice before it goes."""
+    queue = AdmissionQueue(QueueConfig("edf"))
+    one = add(queue, "x", ttft_by_s=1.0, service=Service(ttft_s=0.5, ttft_p99_s=0.9))
+    assert queue.hopeless(0.4, looks_max=2) == []
+    assert queue.hopeless(0.6, looks_max=2) == []
+    queue.refresh([(one, Service(ttft_s=0.2, ttft_p99_s=0.3), 0)])
+    assert queue.hopeless(0.7, looks_max=2) == [], "there is hope again"
+    assert queue.hopeless(0.9, looks_max=2) == []
+    assert queue.hopeless(0.95, looks_max=2) == [one]
+    assert not len(queue)
+
+
+def test_nobody_waits_longer_than_the_bound() -> None:
+    """The overdue come out, the oldest first."""
+    queue = AdmissionQueue(QueueConfig("edf", wait_s_max=10.0))
+    first, _ = add(queue, "a", 0.0), add(queue, "b", 5.0)
+    assert queue.expire(9.9) == []
+    assert queue.expire(10.0) == [first]
+    assert len(queue) == 1
+
+
+@pytest.mark.parametrize("bad", [{"k": 0}, {"order": "lifo"}, {"wait_s_max": 0}, {"band_s": -1}])
+def test_settings_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
+    """The error names the setting."""
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        QueueConfig(**bad)  # type: ignore[arg-type]
+
+
+# --- groups
+
+
+def test_a_group_tolerates_the_last_three_tokens() -> None:
+    """Prompts that differ in no whole block but the last tokens are one group; others are not."""
+    hashes, other_end = prompt(1, 2, 3), [*prompt(1, 2, 3)[:-1], 4711]
+    length = len(hashes) * BLOCK
+    assert group_of(hashes, length, BLOCK) == group_of(other_end, length, BLOCK)
+    length += TOLERATED_TOKENS
+    assert group_of(hashes, length, BLOCK) != group_of(other_end, length, BLOCK)
+    assert group_of([], 100, 0) is None
+    assert group_of(hashes, TOLERATED_TOKENS, BLOCK) is None
+
+
+def test_a_group_is_served_together_and_its_sharing_counts_as_no_hit() -> None:
+    """One that follows its group's first keeps its cost and its hit; only its place changes."""
+    queue = AdmissionQueue(QueueConfig("klpm", 2))
+    add(queue, "a", tokens=100, group="g")
+    add(queue, "b", tokens=100, hit_tokens=50)
+    twin = add(queue, "c", tokens=100, group="g")
+    assert names(queue, 1) == ["a"]
+    assert (twin.affinity_tokens, twin.hit_tokens, twin.cost_tokens) == (97, 0, 100)
+    assert names(queue, 1) == ["c"]
+    late = add(queue, "d", tokens=100, group="g")
+    assert late.affinity_tokens == 0, "the group has gone; what it left is a matter of real hits"
+
+
+def test_a_large_group_moves_up_at_the_next_refresh() -> None:
+    """At once only the first few do, so that a dispatch costs little."""
+    queue = AdmissionQueue(QueueConfig("klpm", 2, regroup_max=2))
+    members = [add(queue, str(n), tokens=100, group="g") for n in range(5)]
+    names(queue, 1)
+    assert [one.grouped_tokens for one in members[1:]] == [97, 97, 0, 0]
+    queue.refresh([(one, UNKNOWN, 0) for one in members[1:]])
+    assert [one.grouped_tokens for one in members[1:]] == [97] * 4
+    queue.check()

@@ -1,0 +1,107 @@
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from controlplane.core.queue import AdmissionQueue
+from controlplane.core.queue_lines import ORDERS, QueueConfig, Service, Waiting
+from tests.models.naive_queue import NaiveQueue
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
+LANES = (None, "lora")
+INFINITY = float("inf")
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The real queue and the naive one, told the same things."""
+
+    @initialize(order=st.sampled_from(ORDERS), k=st.integers(1, 4), room=st.integers(2, 12))
+    def begin(self, order: Any, k: int, room: int) -> None:
+        """Make both."""
+        config = QueueConfig(
+            order, k, requests_max=room, bytes_max=1000, quantum_tokens=64, band_requests_max=4
+        )
+        self.real, self.naive = AdmissionQueue(config), NaiveQueue(config)
+        self.now_s = 0.0
+
+    @rule(
+        tenant=st.sampled_from(sorted(WEIGHTS)),
+        lane=st.sampled_from(LANES),
+        budget_s=st.sampled_from([INFINITY, 0.5, 1.0, 4.0]),
+        tokens=st.integers(1, 500),
+        hit=st.integers(0, 400),
+        size=st.integers(0, 200),
+        group=st.sampled_from([None, None, 1, 2]),
+    )
+    def add(self, **drawn: Any) -> None:
+        """A request comes."""
+        tenant = drawn["tenant"]
+        one = Waiting(
+            "payload",
+            self.now_s,
+            tenant=tenant,
+            weight=WEIGHTS[tenant],
+            lane=drawn["lane"],
+            ttft_by_s=self.now_s + drawn["budget_s"],
+            tokens=drawn["tokens"],
+            hit_tokens=min(drawn["hit"], drawn["tokens"] - 1),
+            size_bytes=drawn["size"],
+            group=drawn["group"],
+        )
+        expected = self.naive.add(one)
+        assert self.real.add(one, Service(ttft_s=0.1, ttft_p99_s=0.3)) is expected
+
+    @precondition(lambda self: self.naive.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """A client leaves."""
+        one = data.draw(st.sampled_from(self.naive.waiting))
+        self.naive.cancel(one)
+        assert self.real.cancel(one)
+        assert not self.real.cancel(one)
+
+    @rule(is_open=st.sampled_from([{None, "lora"}, {None}, {"lora"}, set()]))
+    def take(self, is_open: set[Any]) -> None:
+        """An instance has room."""
+        expected = self.naive.take(is_open.__contains__)
+        assert self.real.take(is_open.__contains__, self.now_s) is expected
+
+    @rule(data=st.data())
+    def refresh(self, data: st.DataObject) -> None:
+        """Predictions and hits change."""
+        seconds = st.floats(0.0, 2.0)
+        self.real.refresh(
+            [
+                (one, Service(0.1, data.draw(seconds)), data.draw(st.integers(0, one.tokens)))
+                for one in self.naive.waiting
+            ]
+        )
+
+    @rule(passed_s=st.sampled_from([0.01, 0.3, 30.0]))
+    def time_passes(self, passed_s: float) -> None:
+        """Who waited too long, or hopes in vain, leaves."""
+        self.now_s += passed_s
+        config = self.real.config
+        late = [w for w in self.naive.waiting if self.now_s - w.arrived_s >= config.wait_s_max]
+        assert self.real.expire(self.now_s) == late
+        for one in late:
+            self.naive.cancel(one)
+        vain = {
+            w.number for w in self.naive.waiting if w.hope_until_s < self.now_s and w.looks >= 1
+        }
+        given_up = self.real.hopeless(self.now_s, looks_max=1)
+        assert {one.number for one in given_up} == vain
+        for one in given_up:
+            self.naive.cancel(one)
+
+    @invariant()
+    def same(self) -> None:
+        """Both hold the same requests, and the real one is in order."""
+        if hasattr(self, "real"):
+            self.real.check()
+            assert list(self.real) == self.naive.waiting
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
