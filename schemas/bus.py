@@ -21,10 +21,12 @@ from schemas.codec import decoder
 from schemas.message import U64, Amount, Count
 from schemas.message import Message as Message
 from schemas.records import InstanceRecord as InstanceRecord
+from schemas.records import LatencyModel as LatencyModel
 from schemas.records import LeaderLease as LeaderLease
 from schemas.records import ModelCard as ModelCard
 from schemas.records import RouterLease as RouterLease
 from schemas.records import TokenProbe as TokenProbe
+from schemas.records import TreeSet as TreeSet
 
 
 def _check_packed(hashes: bytes) -> None:
@@ -262,6 +264,8 @@ class Routed(Message, frozen=True, tag="routed"):
         alpha: exponent of P, by tenant.
         beta: exponent of B + 1, by tenant.
         candidates: what was seen of every instance; None where the router's audit leaves it out.
+        head: hash of the prompt's first token ids, for the latency predictor; None where no router
+            queue needs it.
     """
 
     request_id: str
@@ -290,6 +294,7 @@ class Routed(Message, frozen=True, tag="routed"):
     alpha: float = 1.0
     beta: float = 1.0
     candidates: CandidateColumns | None = None
+    head: U64 | None = None
 
 
 class Prefilled(Message, frozen=True, tag="prefilled"):
@@ -436,3 +441,4 @@ decode_instance: Callable[[Bytes], InstanceRecord] = decoder(InstanceRecord)
 decode_router: Callable[[Bytes], RouterLease] = decoder(RouterLease)
 decode_leader: Callable[[Bytes], LeaderLease] = decoder(LeaderLease)
 decode_card: Callable[[Bytes], ModelCard] = decoder(ModelCard)
+decode_latency_model: Callable[[Bytes], LatencyModel] = decoder(LatencyModel)

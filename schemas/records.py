@@ -114,3 +114,57 @@ class ModelCard(Message, frozen=True, tag="model_card"):
     content_format: Literal["auto", "string", "openai"] = "auto"
     drop_unchosen_tools: bool = False
     probes: list[TokenProbe] = []
+
+
+class TreeSet(msgspec.Struct, frozen=True):
+    """A sum of decision trees, each perfect and `depth` deep, in arrays of all its nodes.
+
+    Inner node i of a tree goes on to node 2i + 1 where its feature is below its threshold, else to
+    2i + 2; the leaves follow the inner nodes in order.
+
+    Attributes:
+        features: packed i16, little endian: a feature for each inner node, tree by tree; at one of
+            -1 it always goes on to 2i + 1.
+        thresholds: packed f32, likewise.
+        leaves: packed f32: 2^depth values a tree.
+        base: what is added to the sum.
+    """
+
+    depth: Count
+    trees: Count
+    features: bytes
+    thresholds: bytes
+    leaves: bytes
+    base: float = 0.0
+
+
+class LatencyModel(Message, frozen=True, tag="latency_model"):
+    """What a model's requests take, by what is known when they are sent.
+
+    Times to the first byte and to the end count from when a request was sent to an instance. The
+    means are the sums; the p99s are exp(sum) times their margin, which is set so that 99 % of
+    recent requests kept within.
+
+    Attributes:
+        version: grows with each model that replaces another.
+        confirmed: grows each time that it was found no worse than a newer one, or replaced it.
+        features: names of the trees' features, in order.
+        requests: how many it was learnt from.
+        margins: factors on the two p99s.
+        within: shares of held-back requests within their p99s, before it was published.
+        error_s: mean absolute errors of the two means on them.
+    """
+
+    model: str
+    version: U64
+    confirmed: Count
+    trained_wall_s: float
+    features: list[str]
+    requests: Count
+    ttft: TreeSet
+    ttft_p99: TreeSet
+    total: TreeSet
+    total_p99: TreeSet
+    margins: tuple[Amount, Amount] = (1.0, 1.0)
+    within: tuple[Amount, Amount] = (0.0, 0.0)
+    error_s: tuple[Amount, Amount] = (0.0, 0.0)

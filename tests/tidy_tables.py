@@ -84,7 +84,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "controlplane/runtime.py": "starts every service's loop",
         "lab/server.py": "starts the emulated engine's loop",
     },
-    "xgboost": {"controlplane/predictor/*.py": "latency models"},
+    "xgboost": {"controlplane/predictor/trees.py": "learns; what it learnt is ours"},
     "xxhash": {
         "controlplane/core/hashing.py": "block hashes",
         "lab/engine_types.py": "the emulated engine's own block hashes, which are not ours",
@@ -98,12 +98,14 @@ OPTIONAL: dict[str, str] = {
     "matplotlib": "lab",
     "opentelemetry": "tracing",
     "pyarrow": "audit",
+    "xgboost": "predictor",
 }
 """Libraries of an extra, by its name: imported only where needed, with advice if absent."""
 DISTRIBUTIONS = {
     "nats": "nats-py",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
+    "xgboost": "xgboost-cpu",
     "zmq": "pyzmq",
 }
 

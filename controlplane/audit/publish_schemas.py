@@ -38,6 +38,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     subjects.ROUTERS: bus.RouterLease,
     subjects.LEADERS: bus.LeaderLease,
     subjects.MODELS: bus.ModelCard,
+    subjects.PREDICTORS: bus.LatencyModel,
 }
 """Bucket or store → what is kept in it."""
 

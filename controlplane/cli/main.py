@@ -16,6 +16,7 @@ from controlplane.cli import (
 from controlplane.cli.dashboard_command import dashboard
 from controlplane.cli.detector_command import detector
 from controlplane.cli.doctor_command import doctor
+from controlplane.cli.predictor_command import predictor
 from controlplane.cli.router_command import router
 from controlplane.cli.sidecar_command import USAGE, sidecar
 from controlplane.cli.up_command import up
@@ -52,6 +53,7 @@ app.command()(up)
 app.command()(router)
 app.command(context_settings=USAGE)(sidecar)
 app.command()(detector)
+app.command()(predictor)
 app.command()(dashboard)
 app.command()(doctor)
 app.command()(listing_commands.instances)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -240,13 +240,16 @@ class AdmissionQueue:
 
     def _next_in_round(self, opened: dict[Hashable, bool], is_open: Open) -> Waiting | None:
         """Return who is served next by deficit round robin, charged to its tenant."""
-        chosen = [(tenant, tenant.choose(opened, is_open)) for tenant in self._ring]
-        able = [(tenant, waiting) for tenant, waiting in chosen if waiting is not None]
-        if not able:
-            return None
+        able: dict[str, Waiting] = {}
         quantum = self.config.quantum_tokens
-        for _ in range(4):  # twice but for rounding
-            for tenant, waiting in able:
+        for turn in range(4):  # two but for rounding
+            for tenant in self._ring:
+                waiting = able.get(tenant.name)
+                if waiting is None and turn == 0:
+                    waiting = tenant.choose(opened, is_open)
+                if waiting is None:
+                    continue
+                able[tenant.name] = waiting
                 if not tenant.in_turn:
                     tenant.in_turn = True
                     tenant.deficit += quantum * tenant.weight
@@ -255,17 +258,20 @@ class AdmissionQueue:
                     tenant.deficit -= waiting.cost_tokens
                     return waiting
                 tenant.in_turn = False
+            if not able:
+                return None
             self._skip_rounds(able)
         raise AssertionError("after the rounds that it takes, somebody can be served")
 
-    def _skip_rounds(self, able: Sequence[tuple[_Tenant, Waiting]]) -> None:
+    def _skip_rounds(self, able: dict[str, Waiting]) -> None:
         """Let the rounds pass at once in which nobody could be served."""
         quantum = self.config.quantum_tokens
+        tenants = [self._tenants[name] for name in able]
         rounds = min(
-            math.ceil((waiting.cost_tokens - tenant.deficit) / (quantum * tenant.weight))
-            for tenant, waiting in able
+            math.ceil((able[each.name].cost_tokens - each.deficit) / (quantum * each.weight))
+            for each in tenants
         )
-        for tenant, _ in able:
+        for tenant in tenants:
             tenant.deficit += max(rounds - 1, 0) * quantum * tenant.weight
 
     def _turn_to(self, tenant: _Tenant) -> None:
@@ -281,10 +287,7 @@ class AdmissionQueue:
         group.served = True
         for member in list(islice(group.members.values(), self.config.regroup_max)):
             if not member.grouped_tokens:
-                line = self._tenants[member.tenant].lines[member.lane]
-                line.discard(member)
-                group.move_up(member)
-                line.add(member)
+                self._tenants[member.tenant].lines[member.lane].rekey(member, group.move_up)
 
     # --- time
 

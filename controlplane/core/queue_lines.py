@@ -24,7 +24,7 @@ is the same for all.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -259,6 +259,14 @@ class Line:
             self._by_urgency.remove((waiting.start_by_s, number))
         if self._by_hit is not None:
             self._by_hit.remove((-waiting.affinity_tokens, number))
+
+    def rekey(self, waiting: Waiting, change: Callable[[Waiting], None]) -> None:
+        """Let `change` alter the affinity of a request that is in."""
+        if self._by_hit is not None:
+            self._by_hit.remove((-waiting.affinity_tokens, waiting.number))
+        change(waiting)
+        if self._by_hit is not None:
+            self._by_hit.add((-waiting.affinity_tokens, waiting.number))
 
     def rebuild(self) -> None:
         """Sort anew after keys have changed in place: faster than one by one if most have."""

@@ -7,7 +7,7 @@ import pytest
 from tests.cli.commands import call
 
 COMMANDS = (
-    *("up", "router", "sidecar", "detector", "dashboard", "doctor"),
+    *("up", "router", "sidecar", "detector", "predictor", "dashboard", "doctor"),
     *("instances", "routers", "drain"),
     *("blacklist add", "blacklist remove", "blacklist list"),
     *("policy set", "policy clear", "policy list"),

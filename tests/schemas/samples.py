@@ -19,6 +19,15 @@ from schemas import bus
 HASHES = bytes.fromhex("0807060504030201 efcdab8967452301 0000000000000080")
 KEY = 0xFEDC_BA98_7654_3210
 
+TREES = bus.TreeSet(
+    1,
+    2,
+    features=bytes.fromhex("0000 ffff"),
+    thresholds=bytes.fromhex("0000803f 00000000"),
+    leaves=bytes.fromhex("0000803f 00000040 0000803f 0000803f"),
+    base=0.5,
+)
+
 ROUTED = bus.Routed(
     "req-1",
     "gpu-1:8000",
@@ -142,6 +151,13 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                     FINISHED,
                     bus.RouterTotals({"gpu-1:8000": (12, 512, 96_000)}),
                 ],
+            ),
+            "for the predictor": bus.RouteBatch(
+                "router-1",
+                5,
+                101,
+                1_700_000_000.25,
+                [bus.Routed("q", "a", 0.0, head=KEY)],
             ),
             "barest events": bus.RouteBatch(
                 "router-1",
@@ -275,6 +291,26 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                     bus.TokenProbe([7, 151_643], messages=[{"role": "user", "content": "hi"}]),
                     bus.TokenProbe([9], prompt="hi"),
                 ],
+            ),
+        },
+    ),
+    "latency_model": (
+        bus.decode_latency_model,
+        {
+            "full": bus.LatencyModel(
+                "Qwen/Qwen3-8B",
+                4,
+                9,
+                1_700_000_000.25,
+                ["prompt_tokens", "batch_size"],
+                8000,
+                TREES,
+                TREES,
+                TREES,
+                TREES,
+                margins=(1.25, 1.5),
+                within=(0.99, 0.985),
+                error_s=(0.125, 0.75),
             ),
         },
     ),

@@ -1,0 +1,1 @@
+"""The predictor: learns from what routers tell how long requests take."""
