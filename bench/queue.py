@@ -114,9 +114,9 @@ def _trees(rng: np.random.Generator) -> TreeSet:
 def predictions(count: int, rounds: int) -> Cell:
     """Measure predictions for all that wait, and their new places."""
     rng = np.random.default_rng(1)
-    sets = [_trees(rng) for _ in range(4)]
+    first, second, third, fourth = (_trees(rng) for _ in range(4))
     estimator = Estimator()
-    estimator.use(LatencyModel("m", 1, 0, 0.0, list(FEATURES), 1, *sets))
+    estimator.use(LatencyModel("m", 1, 0, 0.0, list(FEATURES), 1, first, second, third, fourth))
     queue = _filled("edf+klpm", count, random.Random(1))
     waiting = list(queue)
     times = []
