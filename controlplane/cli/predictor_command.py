@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
 
 
 @with_bus
@@ -27,7 +27,9 @@ def predictor(
     metrics_host: Annotated[str, typer.Option(help="Address of the metrics.")] = "127.0.0.1",
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Port of the metrics, 0 for a free one; none by default."),
+        typer.Option(
+            min=0, max=PORT_MAX, help="Port of the metrics, 0 for a free one; none by default."
+        ),
     ] = None,
     log_level: LogLevel = "info",
 ) -> None:
@@ -35,6 +37,8 @@ def predictor(
 
     Routers work without it, by mean + 3σ of what they see. Run two or more for availability: one
     leads, the others stand by. It prints one line of JSON once it learns.
+
+    Example: `multiplane predictor --nats nats://nats:4222 --metrics-port 9092`
     """
     from controlplane.exporter import Exporter
     from controlplane.predictor import trees

@@ -55,7 +55,9 @@ def test_rows_reach_the_leaves_that_going_down_the_trees_reaches(
     sets = [tree_set(rng, depth, count) for count in counts]
     rows = rng.integers(-1, 7, (150, FEATURES)).astype(np.float32)
     expected = [[walked(each, row) for each in sets] for row in rows[::30].tolist()]
-    np.testing.assert_allclose(Forest(sets, FEATURES).sums(rows)[::30], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        Forest(sets, FEATURES).sums(rows)[::30], expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
