@@ -24,9 +24,10 @@ from router.http_exchange import JSON, Exchange, State
 from router.local_answers import PROBES
 from router.metrics import CONTENT_TYPE
 from router.prompt import Inexact, Prompt
+from router.reading import read
 from router.routing import route_request
 from router.service import Router
-from router.surface import ENDPOINTS, Endpoint, estimate_tokens, read, read_body
+from router.surface import ENDPOINTS, Asked, Endpoint, estimate_tokens, read_body
 from router.tenants import ANYBODY
 from schemas.codec import RemoteError
 
@@ -162,7 +163,7 @@ class Admin:
                 404, "invalid_request_error", f"no model {name!r}; there is {names}"
             )
             return
-        found = read(resolved.served, parsed, resolved.lora)
+        found = read(resolved.served, Asked(parsed, len(body)), resolved.lora)
         if not isinstance(found, Prompt | Inexact):
             found = await found
         estimated = estimate_tokens(endpoint, parsed, len(body))

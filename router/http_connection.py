@@ -252,6 +252,8 @@ class ClientConnection(asyncio.Protocol):
                 request = self._reader.next()
                 if request is None:
                     self._await_more()
+                    if self._reader.busy:
+                        break
                     return
                 self._dispatch(*request)
                 if self._phase is not _READING or self._behind:

@@ -15,13 +15,18 @@ lost); what is kept besides is what the caller fed and has not yet asked for.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from router.http_chunks import ChunkError, ChunkScanner
 from router.http_head import HeadError, RequestHead, RequestHeads
 
 if TYPE_CHECKING:
     from router.limits import ServerLimits
+
+
+CHUNKS_AT_ONCE: Final = 1024
+"""Chunks of a body that are read in one go, about 1 ms: each may be a single byte."""
+_PART_BYTES: Final = 8 * 1024
 
 
 class Awaiting(IntEnum):
@@ -69,6 +74,11 @@ class RequestReader:
     def body_bytes(self) -> int:
         """Bytes of the unfinished body."""
         return len(self._body)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `next` returned None although there is more to read: call it again, later."""
+        return self._head is not None and bool(self._held)
 
     @property
     def wants_continue(self) -> bool:
@@ -159,18 +169,21 @@ class RequestReader:
     def _rest_of_chunks(self, scanner: ChunkScanner) -> bytes | None:
         """The same for a chunked body."""
         content: list[bytes] = []
+        held, start, stop = self._held, 0, -1
         try:
-            stop = scanner.feed(self._held, content)
+            while stop < 0 and start < len(held) and len(content) < CHUNKS_AT_ONCE:
+                part = held[start : start + _PART_BYTES]
+                stop = scanner.feed(part, content)
+                start += len(part) if stop < 0 else stop
         except ChunkError as error:
             raise HeadError(400, f"malformed chunked body: {error}") from None
         data = b"".join(content)
         if len(self._body) + len(data) > self._limits.body_bytes_max:
             raise self._too_large()
+        self._held = held[start:]
         if stop < 0:
             self._body += data
-            self._held = b""
             return None
-        self._held = self._held[stop:]
         return self._take_body(data)
 
     def _take_body(self, last: bytes) -> bytes:

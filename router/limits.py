@@ -44,7 +44,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     header_bytes_max: int = 32 * KIB
     headers_max: int = 128
-    body_bytes_max: int = 64 * MIB
+    body_bytes_max: int = 32 * MIB
     buffered_bytes_max: int = 1 * GIB
     pipeline_bytes_max: int = 64 * KIB
     write_buffer_bytes: int = 64 * KIB

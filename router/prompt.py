@@ -37,10 +37,12 @@ class Inexact(msgspec.Struct, frozen=True):
     Attributes:
         reason: what to count it under.
         detail: what it was about, for a debug log; never the text of a prompt.
+        tokens_min: how many tokens the prompt has at the least, where that is known.
     """
 
     reason: Reason
     detail: str = ""
+    tokens_min: int = 0
 
 
 class Prompt(msgspec.Struct, frozen=True):

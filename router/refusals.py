@@ -47,6 +47,10 @@ class Refusal(msgspec.Struct, frozen=True):
     retry_after_s: float | None = None
 
 
+CRASHED: Final = Refusal(
+    500, "crashed", "the router failed; this is a bug", "server_error", code="internal_error"
+)
+
 _ANTHROPIC_KINDS: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -115,12 +119,13 @@ def no_instance(model: str) -> Refusal:
     )
 
 
-def too_long(tokens: int, longest: int, param: str) -> Refusal:
+def too_long(tokens: int, longest: int, param: str, *, exact: bool = True) -> Refusal:
     """Refuse a prompt that no instance can take, as the engine would."""
+    many = f"{tokens}" if exact else f"at least {tokens}"
     return Refusal(
         400,
         "too_long",
-        f"the prompt has {tokens} tokens, but the model's context is {longest}, which must also "
+        f"the prompt has {many} tokens, but the model's context is {longest}, which must also "
         "hold the answer; shorten the prompt",
         code="context_length_exceeded",
         param=param,

@@ -29,8 +29,9 @@ from router.http_exchange import Exchange, State
 from router.http_proxy import RETRIES_MAX, Outcome
 from router.instances import Key
 from router.prompt import Inexact, Prompt
+from router.reading import Rest, read
 from router.refusals import Refusal
-from router.surface import Endpoint, Parsed, Rest, estimate_tokens, read
+from router.surface import Asked, Endpoint, estimate_tokens
 from router.tenant_gate import TenantGate
 from router.tenants import Tenant
 from router.usage import NO_USAGE, Usage, estimate_output_tokens, read_usage
@@ -48,9 +49,6 @@ _OUTCOMES: Final[dict[Outcome, str]] = {
     Outcome.STALLED: "timeout",
 }
 _COMPLETED: Final = Outcome.COMPLETED
-_CRASHED: Final = Refusal(
-    500, "crashed", "the router failed; this is a bug", "server_error", code="internal_error"
-)
 
 
 class Routing:
@@ -102,23 +100,23 @@ class Routing:
 
     # --- before the decision
 
-    def start(self, parsed: Parsed | None) -> None:
+    def start(self, asked: Asked) -> None:
         """Read the prompt, decide and send: now, or once a long new text is tokenized."""
         try:
-            found = read(self._resolved.served, parsed, self._resolved.lora)
+            found = read(self._resolved.served, asked, self._resolved.lora)
             if isinstance(found, Prompt | Inexact):
-                self._begin(found, parsed)
+                self._begin(found, asked)
                 return
         except Exception:
             self._crashed()
             return
-        task = self._router.spawn(self._read(found, parsed))
+        task = self._router.spawn(self._read(found, asked))
         task.add_done_callback(lambda done: self._reading_ended(done, found))
         self._exchange.on_client_gone(lambda: _cancel(task))
 
-    async def _read(self, found: Awaitable[Prompt | Inexact], parsed: Parsed | None) -> None:
+    async def _read(self, found: Awaitable[Prompt | Inexact], asked: Asked) -> None:
         try:
-            self._begin(await found, parsed)
+            self._begin(await found, asked)
         except Exception:
             self._crashed()
 
@@ -129,11 +127,11 @@ class Routing:
         if task.cancelled():
             self._end("client_gone", 0, time.monotonic())
 
-    def _begin(self, found: Prompt | Inexact, parsed: Parsed | None) -> None:
+    def _begin(self, found: Prompt | Inexact, asked: Asked) -> None:
         """Decide and send; answer with an error where that is impossible."""
         now_s = time.monotonic()
         self._read_s = now_s - self._started_s
-        refusal = self._admit(found, parsed, now_s)
+        refusal = self._admit(found, asked, now_s)
         if refusal is not None:
             self._refuse(refusal)
             return
@@ -144,19 +142,19 @@ class Routing:
             return
         self._router.forward(self._exchange, self._key_of(instance), self)
 
-    def _admit(
-        self, found: Prompt | Inexact, parsed: Parsed | None, now_s: float
-    ) -> Refusal | None:
+    def _admit(self, found: Prompt | Inexact, asked: Asked, now_s: float) -> Refusal | None:
         """Check the prompt against the model's limit and the tenant's, and charge for it."""
         served, tenant = self._resolved.served, self._gate.tenant
+        exact = isinstance(found, Prompt)
+        tokens = found.tokens if isinstance(found, Prompt) else found.tokens_min
+        longest = served.max_model_len
+        if longest is not None and tokens >= longest:
+            return refusals.too_long(tokens, longest, self._endpoint.param, exact=exact)
         estimated = 0
         if isinstance(found, Inexact):
             self._router.metrics.inexact(found.reason)
-            estimated = estimate_tokens(self._endpoint, parsed, len(self._exchange.body))
-        else:
-            longest = served.max_model_len
-            if longest is not None and found.tokens >= longest:
-                return refusals.too_long(found.tokens, longest, self._endpoint.param)
+            parsed = None if asked.heavy else asked.parsed
+            estimated = estimate_tokens(self._endpoint, parsed, asked.text_bytes)
         self._request = route_request(
             self._exchange.request_id.decode("latin-1"), self._resolved, found, estimated, tenant
         )
@@ -265,7 +263,7 @@ class Routing:
             return
         self._finish_ticket("upstream_error", 0, time.monotonic(), NO_USAGE)
         if self._exchange.state is State.OPEN:
-            self._refuse(_CRASHED)
+            self._refuse(refusals.CRASHED)
         else:
             self._exchange.abort()
             self._end("crashed", 0, time.monotonic())

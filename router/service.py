@@ -9,6 +9,7 @@ the request is a `Routing` (`router.routing`), which keeps the books until it is
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from router import refusals
 from router.access import KEY_HEADERS, TENANT_HEADER, Access
 from router.access_log import AccessLog, Entry
+from router.big_bodies import BIG_BYTES, read_big, with_ids
 from router.config import RouterConfig
 from router.directory import Directory, Resolved, ServedModel
 from router.event_path import EventPath
@@ -26,7 +28,15 @@ from router.local_answers import PROBES, is_about_models, models
 from router.metrics import RequestMetrics
 from router.refusals import Refusal
 from router.routing import Routing
-from router.surface import ENDPOINTS, ENGINE_ONLY, PASS_THROUGH, Endpoint, Parsed, read_body
+from router.surface import (
+    ENDPOINTS,
+    ENGINE_ONLY,
+    PASS_THROUGH,
+    Asked,
+    Endpoint,
+    is_heavy,
+    read_body,
+)
 from router.tenant_gate import TenantGate
 from router.tenants import NOBODY, Tenant
 from router.upstream import UpstreamPool
@@ -36,6 +46,11 @@ if TYPE_CHECKING:
     from router.tracing import Tracer
 
 _GET: Final = (b"GET", b"HEAD")
+
+_Found = tuple[Resolved, Asked] | Refusal
+"""What a request is for, and what it says; or why it is refused."""
+
+logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -120,39 +135,103 @@ class Router:
         if wait_s is not None:
             self._refuse(exchange, endpoint, tenant, refusals.too_many(tenant, wait_s))
             return
-        asked = self._understand(exchange, endpoint, tenant)
-        if isinstance(asked, Refusal):
-            gate.leave()
-            self._refuse(exchange, endpoint, tenant, asked)
-        else:
-            resolved, parsed = asked
-            Routing(self, exchange, endpoint, gate, resolved, started_s).start(parsed)
-
-    def _understand(
-        self, exchange: Exchange, endpoint: Endpoint, tenant: Tenant
-    ) -> tuple[Resolved, Parsed | None] | Refusal:
-        """Return the model that a request is for, and what its body says."""
-        content_type = b"" if endpoint.decode else exchange.header(b"content-type") or b""
+        body = exchange.body
+        if len(body) > BIG_BYTES:
+            self._read_big(exchange, endpoint, gate, started_s)
+            return
         try:
-            parsed, name = read_body(endpoint, exchange.body, content_type)
+            parsed, name = read_body(endpoint, body, _content_type(exchange, endpoint))
+        except RemoteError as error:
+            self._begin(exchange, endpoint, gate, started_s, refusals.malformed(str(error)))
+            return
+        resolved = self._resolve(name, bool(body), tenant)
+        if isinstance(resolved, Refusal):
+            self._begin(exchange, endpoint, gate, started_s, resolved)
+        else:
+            asked = Asked(parsed, len(body), is_heavy(body))
+            Routing(self, exchange, endpoint, gate, resolved, started_s).start(asked)
+
+    def _begin(
+        self,
+        exchange: Exchange,
+        endpoint: Endpoint,
+        gate: TenantGate,
+        started_s: float,
+        found: _Found,
+    ) -> None:
+        """Route a request that has been understood, or let its tenant's place go."""
+        if isinstance(found, Refusal):
+            gate.leave()
+            self._refuse(exchange, endpoint, gate.tenant, found)
+        else:
+            resolved, asked = found
+            Routing(self, exchange, endpoint, gate, resolved, started_s).start(asked)
+
+    def _read_big(
+        self, exchange: Exchange, endpoint: Endpoint, gate: TenantGate, started_s: float
+    ) -> None:
+        """Understand a large body in steps, and route its request then."""
+
+        async def reading() -> None:
+            try:
+                found = await self._understand_big(exchange, endpoint, gate.tenant)
+            except Exception:
+                logger.exception("request %r could not be read", exchange.request_id)
+                found = refusals.CRASHED
+            self._begin(exchange, endpoint, gate, started_s, found)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                gate.leave()
+                self._ended(exchange, endpoint, gate.tenant, "client_gone", 0)
+
+        task = self.spawn(reading())
+        task.add_done_callback(ended)
+        exchange.on_client_gone(lambda: _cancel(task))
+
+    async def _understand_big(
+        self, exchange: Exchange, endpoint: Endpoint, tenant: Tenant
+    ) -> _Found:
+        """Return the model that a large request is for, and what its body says."""
+        body = exchange.body
+        try:
+            big = await read_big(endpoint, body, _content_type(exchange, endpoint))
         except RemoteError as error:
             return refusals.malformed(str(error))
+        resolved = self._resolve(big.name, has_body=True, tenant=tenant)
+        if isinstance(resolved, Refusal):
+            return resolved
+        longest = resolved.served.max_model_len
+        count = big.ids_count if big.lists <= 1 else 0
+        if longest is None or count < longest:
+            parsed, count = await with_ids(big), 0
+        else:
+            parsed = big.parsed  # it will be refused, or cut by the engine
+        return resolved, Asked(parsed, big.text_bytes, big.heavy, big.altered, count)
+
+    def _resolve(self, name: str, has_body: bool, tenant: Tenant) -> Resolved | Refusal:
+        """Return the model that a request is for."""
         directory = self.directory
-        resolved = directory.resolve(name) or (None if exchange.body else directory.some())
+        resolved = directory.resolve(name) or (None if has_body else directory.some())
         if resolved is None:
             return refusals.unknown_model(name, directory.names)
         if not tenant.may_use(name or resolved.served.model):
             return refusals.not_allowed(f"tenant {tenant.name!r} may not use this model")
-        return resolved, parsed
+        return resolved
 
     def _refuse(
         self, exchange: Exchange, endpoint: Endpoint, tenant: Tenant, refusal: Refusal
     ) -> None:
         """Answer a request that nobody's books need to know of."""
-        outcome = f"rejected:{refusal.reason}"
         self.metrics.rejected(refusal.reason)
-        self.metrics.ended("", endpoint.name, tenant.name, outcome, refusal.status)
         refusals.answer(exchange, refusal, endpoint.form)
+        self._ended(exchange, endpoint, tenant, f"rejected:{refusal.reason}", refusal.status)
+
+    def _ended(
+        self, exchange: Exchange, endpoint: Endpoint, tenant: Tenant, outcome: str, status: int
+    ) -> None:
+        """Count a request that never had a model, and write its line in the access log."""
+        self.metrics.ended("", endpoint.name, tenant.name, outcome, status)
         if self.access_log is not None:
             self.access_log.add(
                 Entry(
@@ -161,7 +240,7 @@ class Router:
                     tenant=tenant.name,
                     model="",
                     endpoint=endpoint.name,
-                    status=refusal.status,
+                    status=status,
                     outcome=outcome,
                 )
             )
@@ -194,3 +273,12 @@ class Router:
 
     def _tell_breaker(self, served: ServedModel, instance_id: str, is_open: bool) -> None:
         self.events.breaker(served, instance_id, is_open)
+
+
+def _content_type(exchange: Exchange, endpoint: Endpoint) -> bytes:
+    """Return what a body is said to be; empty where the endpoint takes JSON only."""
+    return b"" if endpoint.decode else exchange.header(b"content-type") or b""
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

@@ -9,18 +9,16 @@ work, and count, from the first day.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
-from controlplane.core.hashing import NO_EXTRAS, Extras
 from router.directory import ServedModel
 from router.messages_chat import chat_of_messages
-from router.prompt import Inexact, Prompt, Reason
+from router.prompt import Inexact, Reason
 from router.refusals import Form
 from router.responses_chat import chat_of_responses
-from router.tokens import PromptReader
 from schemas.anthropic import MessagesRequest, decode_messages
 from schemas.codec import RemoteError
 from schemas.openai import (
@@ -41,6 +39,10 @@ BYTES_PER_TOKEN: Final = 4
 """For estimates only: English text in common tokenizers; nothing exact depends on it."""
 MEDIA_TOKENS: Final = 1000
 """For estimates only: an image of about a megapixel in common models."""
+_LIGHT_BYTES: Final = 4_096
+_LIGHT_OBJECTS: Final = 512
+_LIGHT_VALUES: Final = 4_096
+"""Reading an object takes about 1 µs, a number or a text in a list less."""
 
 Parsed = (
     ChatRequest
@@ -50,7 +52,6 @@ Parsed = (
     | MessagesRequest
     | ResponsesRequest
 )
-Reading = Prompt | Inexact
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -111,6 +112,24 @@ ENGINE_ONLY: Final = frozenset(
 """Paths that concern the one engine asked, and mean nothing for a fleet: never passed through."""
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What a body says, and how it is to be read on.
+
+    Attributes:
+        parsed: None if only its model could be read.
+        text_bytes: its length, without media that are known to be some.
+        heavy: its parts are so many that threads are to read them (`is_heavy`).
+        altered: its texts may lack something, so that they are no prompt known exactly.
+        ids_count: token ids of its one prompt, which are not in `parsed`, as they are too many.
+    """
+
+    parsed: Parsed | None
+    text_bytes: int
+    heavy: bool = False
+    altered: bool = False
+    ids_count: int = 0
+
+
 class _Named(msgspec.Struct):
     model: str | None = None
 
@@ -163,31 +182,17 @@ def _model_of(body: bytes, content_type: bytes) -> str:
         return ""
 
 
-def read(
-    served: ServedModel, parsed: Parsed | None, lora: str | None
-) -> Reading | Awaitable[Reading]:
-    """Return a prompt's tokens, at once if that is quick, else as something to await or close."""
-    reader = served.reader
-    if reader is None:
-        return Inexact(Reason.NO_TOKENIZER)
-    asked = _as_generation(served, parsed)
-    if isinstance(asked, Inexact):
-        return asked
-    if asked.kv_transfer_params and "prompt_token_ids" in asked.kv_transfer_params:
-        return Inexact(Reason.UNSUPPORTED, "token ids from another engine")
-    extras = NO_EXTRAS if lora is None else Extras(lora)
-    return _begin(_reading(reader, asked, extras))
+def is_heavy(body: bytes) -> bool:
+    """Whether a body may have so many parts that reading them takes more than a millisecond."""
+    return len(body) > _LIGHT_BYTES and are_many(body.count(b"{"), body.count(b","))
 
 
-def _reading(
-    reader: PromptReader, asked: ChatRequest | CompletionRequest, extras: Extras
-) -> Coroutine[Any, Any, Reading]:
-    if isinstance(asked, ChatRequest):
-        return reader.read_chat(asked, extras)
-    return reader.read_completion(asked, extras)
+def are_many(objects: int, values: int) -> bool:
+    """Whether a body of so many objects and values is heavy."""
+    return objects > _LIGHT_OBJECTS or values > _LIGHT_VALUES
 
 
-def _as_generation(
+def as_generation(
     served: ServedModel, parsed: Parsed | None
 ) -> ChatRequest | CompletionRequest | Inexact:
     """Return the chat or the completion that an engine makes of a request."""
@@ -204,7 +209,8 @@ def _as_generation(
     if isinstance(parsed, GenerateRequest):
         if parsed.features is not None:
             return Inexact(Reason.MULTIMODAL, "features")
-        return CompletionRequest(prompt=[*parsed.token_ids], cache_salt=parsed.cache_salt)
+        ids: list[Any] = parsed.token_ids
+        return CompletionRequest(prompt=ids, cache_salt=parsed.cache_salt)
     return Inexact(Reason.UNSUPPORTED)
 
 
@@ -253,38 +259,3 @@ def estimate_tokens(endpoint: Endpoint, parsed: Parsed | None, body_bytes: int) 
             chars += len(text) if isinstance(text, str) else 0
             media += not isinstance(text, str)
     return max(1, chars // BYTES_PER_TOKEN + media * MEDIA_TOKENS)
-
-
-def _begin(reading: Coroutine[Any, Any, Reading]) -> Reading | Awaitable[Reading]:
-    """Run a coroutine up to its first suspension: a quick one needs no task of its own."""
-    try:
-        waiting_for = reading.send(None)
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
-    return Rest(reading, waiting_for)
-
-
-class Rest:
-    """The rest of a coroutine that has begun: to be awaited once, or closed."""
-
-    __slots__ = ("_reading", "_waiting_for")
-
-    def __init__(self, reading: Coroutine[Any, Any, Reading], waiting_for: Any) -> None:
-        self._reading = reading
-        self._waiting_for = waiting_for
-
-    def __await__(self) -> Generator[Any, Any, Reading]:
-        try:
-            yield self._waiting_for
-        except BaseException as error:
-            # A cancellation belongs to the coroutine that was waiting.
-            try:
-                self._waiting_for = self._reading.throw(error)
-            except StopIteration as done:
-                return done.value  # type: ignore[no-any-return]
-            yield self._waiting_for
-        return (yield from self._reading.__await__())
-
-    def close(self) -> None:
-        """Give up what the coroutine holds; nothing happens if it has ended."""
-        self._reading.close()

@@ -8,7 +8,8 @@ library for all others and for whatever the first declines. Which cuts are safe,
 first way agrees, is decided by analysis of the JSON and then tried on random texts at load.
 
 `encode` is synchronous. `encode_long` keeps an event loop responsive: by words it pauses every few
-thousand characters, else it leaves the text to a thread (the library releases the GIL).
+thousand characters; where there is nowhere to cut, as in a word of a million letters, it leaves the
+rest of the text to a thread (the library releases the GIL).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from router.segments import AddedToken, Cutter, safe_cuts
 from router.words import WORDS_MAX_DEFAULT, Words, words_of
 
 _TRIALS: Final = 150  # random texts at load: about 20 ms
-_CHUNK_CHARS: Final = 8_192  # about 0.5 ms by words
-_LINE: Final = re.compile(r"\n(?=[A-Za-z])")
+_CHUNK_CHARS: Final = 8_192  # about 0.5 ms by words, and 3 ms if they are a single one
+_CUT: Final = re.compile(r"(?<=\n)(?=[A-Za-z])|(?<=[A-Za-z])(?= [A-Za-z])")
+"""Between a line's end and a letter, and between two words of such letters."""
+_COMPOSED_CHARS_MAX: Final = 3
 _PIECES: Final = (
     *("the", " quick", "Brown", "fox's", "I'LL", " we've", "x_y", "camelCase", "\u00e9t\u00e9"),
     *(" na\u00efve", "e\u0301", "\u4f60\u597d", "\u3002", "\u6771\u4eac", "\uac00\ub098", "\u0639"),
@@ -74,6 +77,7 @@ class Tokenizer:
     Attributes:
         safe: texts of the added tokens before which a text may be cut; empty if none is safe.
         by_words: whether the fast way is in use.
+        chars_a_token_max: characters that a token stands for at most; None where that is not known.
         opening: token ids before every prompt that asks for special tokens (BOS).
         closing: token ids after it.
     """
@@ -102,7 +106,8 @@ class Tokenizer:
         self._words = self._checked_words(config, words_max) if words_max else None
         self.by_words = self._words is not None
         self.safe = self._checked_cuts(safe_cuts(config.added_tokens))
-        self._lines_are_safe = self._words is not None and self._lines_agree()
+        self._cuts_are_safe = self._words is not None and self._cuts_agree()
+        self.chars_a_token_max = self._longest() if self._words is not None else None
         self.opening, self.closing = self._surroundings()
 
     def encode(self, text: str) -> bytes:
@@ -117,18 +122,21 @@ class Tokenizer:
 
     async def encode_long(self, text: str, executor: Executor) -> bytes:
         """Return what `encode` returns, without holding up the event loop for long."""
-        if self._words is not None and self._lines_are_safe:
-            parts: list[bytes] = []
-            for chunk in _line_chunks(text):
-                tokens = self._words.encode(chunk)
+        parts: list[bytes] = []
+        start = 0
+        if self._words is not None and self._cuts_are_safe:
+            while (end := _end_of_chunk(text, start)) > start:
+                tokens = self._words.encode(text[start:end])
                 if tokens is None:
                     break
                 parts.append(tokens)
+                start = end
                 await asyncio.sleep(0)
-            else:
-                return b"".join(parts)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self._encode_whole, text)
+        if start < len(text):
+            loop = asyncio.get_running_loop()
+            rest = text[start:] if start else text
+            parts.append(await loop.run_in_executor(executor, self._encode_whole, rest))
+        return b"".join(parts)
 
     def explain_mismatch(
         self, special_tokens: Mapping[str, str], tokenizer_config: Mapping[str, Any]
@@ -177,6 +185,15 @@ class Tokenizer:
                 return None
         return words
 
+    def _longest(self) -> int:
+        """Return how many characters a token stands for at most.
+
+        Every token of the family stands for the bytes that it spells, and a character has at least
+        one; composing (NFC), which engines do first, makes at most three characters one.
+        """
+        longest = max(map(len, self._library.get_vocab()), default=1)
+        return longest * _COMPOSED_CHARS_MAX
+
     def _merge(self, word: str) -> list[int]:
         return [token.id for token in self._model.tokenize(word)]
 
@@ -188,13 +205,15 @@ class Tokenizer:
                 return []
         return cuts
 
-    def _lines_agree(self) -> bool:
-        """True if a text may also be cut between a line's end and a letter: tried, not proved."""
+    def _cuts_agree(self) -> bool:
+        """True if a text may also be cut where `_CUT` says: tried, not proved."""
+        if any(_CUT.search(token) for token in self.added):
+            return False
         for text in _random_texts(self.added):
-            lines = text.replace(" ", "\n")
-            parts = _LINE.sub("\n\0", lines).split("\0")
-            if b"".join(map(self.encode, parts)) != self.encode(lines):
-                return False
+            for tried in (text, text.replace(" ", "\n")):
+                parts = _CUT.sub("\0", tried).split("\0")
+                if b"".join(map(self.encode, parts)) != self.encode(tried):
+                    return False
         return True
 
     def _surroundings(self) -> tuple[bytes, bytes]:
@@ -218,11 +237,9 @@ def _random_texts(added: Iterable[str]) -> Iterator[str]:
         yield "".join(chance.choice(chance.choice(pools)) for _ in range(24))
 
 
-def _line_chunks(text: str) -> Iterator[str]:
-    """Yield a text in parts of about `_CHUNK_CHARS`, cut between lines; fewer if lines are long."""
-    start = 0
-    while start < len(text):
-        line = _LINE.search(text, start + _CHUNK_CHARS)
-        end = line.end() if line else len(text)
-        yield text[start:end]
-        start = end
+def _end_of_chunk(text: str, start: int) -> int:
+    """Return where a part of about `_CHUNK_CHARS` ends; `start` if there is nowhere to cut."""
+    if len(text) - start <= 2 * _CHUNK_CHARS:
+        return len(text)
+    cut = _CUT.search(text, start + _CHUNK_CHARS, start + 2 * _CHUNK_CHARS)
+    return cut.start() if cut else start

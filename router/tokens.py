@@ -11,14 +11,15 @@ thread, a bounded number of texts at a time. The `_now` variants never suspend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import asyncio
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 
-from controlplane.core.hashing import NO_EXTRAS, BlockHash, Extras, chain, pack_tokens
+from controlplane.core.hashing import NO_EXTRAS, ROOT, BlockHash, Extras, chain, pack_tokens
 from router.card_check import mismatch, options_of
 from router.chat_template import (
     ChatTemplate,
@@ -52,12 +53,16 @@ class ReadLimits(msgspec.Struct, frozen=True):
         chars_library_now_max: likewise by the library (about 1 ms).
         long_texts_max: most long texts that are being tokenized at a time; a request beyond them
             is `Inexact` (busy).
+        long_text_s_max: how long a request waits for one; then it is `Inexact` (busy) too.
+        tokens_now_max: most token ids that are hashed at once (about 1 ms).
     """
 
     chars_max: int = 4_000_000
     chars_now_max: int = 16_384
     chars_library_now_max: int = 2_048
     long_texts_max: int = 64
+    long_text_s_max: float = 5.0
+    tokens_now_max: int = 65_536
 
 
 DEFAULT_LIMITS: Final = ReadLimits()
@@ -129,34 +134,68 @@ class PromptReader:
         """Forget the model's prompts."""
         self._cache.drop(self._space)
 
-    async def read_chat(self, request: ChatRequest, extras: Extras = NO_EXTRAS) -> Prompt | Inexact:
+    async def read_chat(
+        self,
+        request: ChatRequest,
+        extras: Extras = NO_EXTRAS,
+        *,
+        tokens_max: int | None = None,
+        heavy: bool = False,
+    ) -> Prompt | Inexact:
         """Read a chat request.
 
         Args:
             request: as decoded from the body.
             extras: the adapter, where the model named is one; the request's salt is added here.
+            tokens_max: the model's context: what is longer for certain is not read at all.
+            heavy: the chat has so many parts that a thread is to render it.
         """
-        return await self._finish(self._chat_steps(request, extras))
+        template = self._unrendered(request)
+        if isinstance(template, Inexact):
+            return self._count(template)
+        render = template.render
+        text = await asyncio.to_thread(render, request) if heavy else render(request)
+        return await self._finish(self._chat_steps(text, request, extras, tokens_max))
 
     def read_chat_now(self, request: ChatRequest, extras: Extras = NO_EXTRAS) -> Prompt | Inexact:
         """Read a chat request without suspending, however long it is."""
-        return self._finish_now(self._chat_steps(request, extras))
+        template = self._unrendered(request)
+        if isinstance(template, Inexact):
+            return self._count(template)
+        return self._finish_now(self._chat_steps(template.render(request), request, extras, None))
 
     async def read_completion(
-        self, request: CompletionRequest, extras: Extras = NO_EXTRAS
+        self,
+        request: CompletionRequest,
+        extras: Extras = NO_EXTRAS,
+        *,
+        tokens_max: int | None = None,
     ) -> Prompt | Inexact:
-        """Read a completion request; `extras` as in `read_chat`."""
-        return await self._finish(self._completion_steps(request, extras))
+        """Read a completion request; arguments as of `read_chat`."""
+        prompt = self._unread(request, tokens_max)
+        if isinstance(prompt, Inexact):
+            return self._count(prompt)
+        if not isinstance(prompt, str):
+            salted = _salted(extras, request.cache_salt)
+            return self._count(await self._from_ids(prompt, salted))
+        return await self._finish(self._completion_steps(prompt, request, extras, tokens_max))
 
     def read_completion_now(
         self, request: CompletionRequest, extras: Extras = NO_EXTRAS
     ) -> Prompt | Inexact:
         """Read a completion request without suspending, however long it is."""
-        return self._finish_now(self._completion_steps(request, extras))
+        prompt = self._unread(request, None)
+        if isinstance(prompt, Inexact):
+            return self._count(prompt)
+        if not isinstance(prompt, str):
+            salted = _salted(extras, request.cache_salt)
+            return self._count(self._from_ids_now(prompt, salted))
+        return self._finish_now(self._completion_steps(prompt, request, extras, None))
 
     # --- what is to be tokenized ---
 
-    def _chat_steps(self, request: ChatRequest, extras: Extras) -> _Steps | Inexact:
+    def _unrendered(self, request: ChatRequest) -> ChatTemplate | Inexact:
+        """Return what renders a chat, or why that is not known."""
         if self._tokenizer is None:
             return Inexact(Reason.NO_TOKENIZER)
         if not _HARMONY - self._tokenizer.added.keys():
@@ -171,41 +210,60 @@ class PromptReader:
             return Inexact(Reason.UNSUPPORTED, "a chat template of its own for tools")
         if request.mm_processor_kwargs:
             return Inexact(Reason.MULTIMODAL, "mm_processor_kwargs")
-        text = self._template.render(request)
+        return self._template
+
+    def _chat_steps(
+        self, text: str | Inexact, request: ChatRequest, extras: Extras, tokens_max: int | None
+    ) -> _Steps | Inexact:
         if isinstance(text, Inexact):
             return text
-        return self._text_steps(text, request.add_special_tokens, extras, request.cache_salt)
+        salted = _salted(extras, request.cache_salt)
+        return self._text_steps(text, request.add_special_tokens, salted, tokens_max)
 
-    def _completion_steps(
-        self, request: CompletionRequest, extras: Extras
-    ) -> _Steps | Prompt | Inexact:
+    def _unread(
+        self, request: CompletionRequest, tokens_max: int | None
+    ) -> str | Sequence[int] | Inexact:
+        """Return the one prompt of a completion request, or why it has none that can be read."""
         if request.prompt_embeds is not None:
             return Inexact(Reason.MULTIMODAL, "prompt_embeds")
         if request.truncate_prompt_tokens is not None:
             return Inexact(Reason.TRUNCATION)
         prompt = _single(request.prompt)
-        if isinstance(prompt, Inexact):
+        if isinstance(prompt, str | Inexact) or tokens_max is None or len(prompt) < tokens_max:
             return prompt
-        if isinstance(prompt, list):
-            return self._from_ids(prompt, extras, request.cache_salt)
+        return Inexact(Reason.TOO_LONG, tokens_min=len(prompt))
+
+    def _completion_steps(
+        self, text: str, request: CompletionRequest, extras: Extras, tokens_max: int | None
+    ) -> _Steps | Inexact:
         if self._tokenizer is None:
             return Inexact(Reason.NO_TOKENIZER)
         if self._differs[False]:
             return Inexact(Reason.CARD_DIFFERS)
-        return self._text_steps(prompt, request.add_special_tokens, extras, request.cache_salt)
+        salted = _salted(extras, request.cache_salt)
+        return self._text_steps(text, request.add_special_tokens, salted, tokens_max)
 
     def _text_steps(
-        self, text: str, surround: bool, extras: Extras, salt: str | None
+        self, text: str, surround: bool, extras: Extras, tokens_max: int | None
     ) -> _Steps | Inexact:
+        """Return the steps that read a text.
+
+        Args:
+            surround: whether the tokenizer's special tokens are to stand around it.
+            extras: with the request's salt.
+        """
         tokenizer = self._tokenizer
         assert tokenizer is not None
+        if extras.salt == "":
+            return Inexact(Reason.INVALID, "cache_salt is empty")
+        each = tokenizer.chars_a_token_max
+        if each is not None and tokens_max is not None and len(text) > each * tokens_max:
+            return Inexact(Reason.TOO_LONG, tokens_min=-(-len(text) // each))
         if len(text) > self._limits.chars_max:
             return Inexact(Reason.TOO_LONG)
-        if salt == "":
-            return Inexact(Reason.INVALID, "cache_salt is empty")
         surround = surround and self._card.adds_special_tokens
         opening, closing = (tokenizer.opening, tokenizer.closing) if surround else (b"", b"")
-        return self._steps(self._cutter.cut(text), opening, closing, _salted(extras, salt))
+        return self._steps(self._cutter.cut(text), opening, closing, extras)
 
     def _steps(self, texts: list[str], opening: bytes, closing: bytes, extras: Extras) -> _Steps:
         """Yield the texts to tokenize, receive their ids, return the prompt."""
@@ -237,12 +295,28 @@ class PromptReader:
         whole = opening + tokens + closing
         return Prompt(len(whole) // 4, self._hashes(whole, extras), extras, 0, _head(whole))
 
-    def _from_ids(self, ids: list[int], extras: Extras, salt: str | None) -> Prompt | Inexact:
-        try:
-            tokens = pack_tokens(ids)
-        except (OverflowError, TypeError):
+    async def _from_ids(self, ids: Sequence[int], extras: Extras) -> Prompt | Inexact:
+        """Read a prompt that is token ids; a long one in steps."""
+        now_max = self._limits.tokens_now_max
+        if len(ids) <= now_max or not self._card.block_size:
+            return self._from_ids_now(ids, extras)
+        size = self._card.block_size
+        step = -(-now_max // size) * size
+        hashes: list[BlockHash] = []
+        for start in range(0, len(ids), step):
+            tokens = _packed(ids[start : start + step])
+            if tokens is None:
+                return Inexact(Reason.INVALID, "a token id out of range")
+            parent = hashes[-1] if hashes else ROOT
+            hashes += chain(tokens, size, parent, extras, start // size)
+            await asyncio.sleep(0)
+        return Prompt(len(ids), hashes, extras, 0, tuple(ids[:HEAD_TOKENS]))
+
+    def _from_ids_now(self, ids: Sequence[int], extras: Extras) -> Prompt | Inexact:
+        tokens = _packed(ids)
+        if tokens is None:
             return Inexact(Reason.INVALID, "a token id out of range")
-        return self._uncached(tokens, b"", b"", _salted(extras, salt))
+        return self._uncached(tokens, b"", b"", extras)
 
     def _hashes(self, tokens: bytes, extras: Extras) -> list[BlockHash]:
         size = self._card.block_size
@@ -250,7 +324,7 @@ class PromptReader:
 
     # --- driving the steps ---
 
-    async def _finish(self, steps: _Steps | Prompt | Inexact) -> Prompt | Inexact:
+    async def _finish(self, steps: _Steps | Inexact) -> Prompt | Inexact:
         if not isinstance(steps, Generator):
             return self._count(steps)
         tokenizer = self._tokenizer
@@ -274,10 +348,12 @@ class PromptReader:
             return self._count(stop.value)
         except TextError as error:
             return self._count(Inexact(Reason.INVALID, str(error)))
+        except TimeoutError:
+            return self._count(Inexact(Reason.BUSY))
         finally:
             steps.close()
 
-    def _finish_now(self, steps: _Steps | Prompt | Inexact) -> Prompt | Inexact:
+    def _finish_now(self, steps: _Steps | Inexact) -> Prompt | Inexact:
         if not isinstance(steps, Generator):
             return self._count(steps)
         assert self._tokenizer is not None
@@ -297,7 +373,9 @@ class PromptReader:
         self._long_texts += 1
         self.stats.long_texts += 1
         try:
-            return await tokenizer.encode_long(text, self._executor)
+            await asyncio.sleep(0)  # from here on there is a task, which a timeout needs
+            async with asyncio.timeout(self._limits.long_text_s_max):
+                return await tokenizer.encode_long(text, self._executor)
         finally:
             self._long_texts -= 1
 
@@ -382,17 +460,27 @@ _PROBES: Final = (
 )
 
 
-def _single(prompt: Any) -> str | list[int] | Inexact:
+def _single(prompt: Any) -> str | Sequence[int] | Inexact:
     """Return the one prompt of a completion request."""
     if isinstance(prompt, str):
         return prompt
     if not prompt:
         return Inexact(Reason.INVALID, "no prompt")
     if isinstance(prompt[0], int):
-        return list(prompt)
+        ids: Sequence[int] = prompt
+        return ids
     if len(prompt) > 1:
         return Inexact(Reason.BATCH)
-    return prompt[0] if isinstance(prompt[0], str) else list(prompt[0])
+    only: str | Sequence[int] = prompt[0]
+    return only
+
+
+def _packed(ids: Sequence[int]) -> bytes | None:
+    """Return token ids as they are hashed; None if one is no 32-bit number."""
+    try:
+        return pack_tokens(ids)
+    except (OverflowError, TypeError):
+        return None
 
 
 def _salted(extras: Extras, salt: str | None) -> Extras:

@@ -120,6 +120,14 @@ def router(
         float,
         typer.Option(min=0.0, help="Time for running streams at a stop.", rich_help_panel=PROCESS),
     ] = 60.0,
+    body_mib_max: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Largest request body in MiB, images included; larger ones get a 413.",
+            rich_help_panel=PROCESS,
+        ),
+    ] = 32,
     access_log: Annotated[
         str,
         typer.Option(
@@ -161,6 +169,7 @@ def router(
     from controlplane.core.plane import PlaneConfig
     from controlplane.core.policies import make_policy
     from router.config import RouterConfig
+    from router.limits import MIB, ServerLimits
 
     set_up_logs(log_level)
     parameters = _parameters(policy_option or [])
@@ -185,6 +194,7 @@ def router(
         router_id=router_id,
         reuse_port=reuse_port,
         plane=plane,
+        server=ServerLimits(body_bytes_max=body_mib_max * MIB),
         stop_grace_s=stop_grace_s,
         access_log=access_log,
         otlp_endpoint=otlp_endpoint,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http_head import HeadError, RequestHeads
-from router.http_reader import Awaiting, RequestReader
+from router.http_reader import CHUNKS_AT_ONCE, Awaiting, RequestReader
 from router.limits import ServerLimits
 
 LIMITS = ServerLimits(header_bytes_max=200, body_bytes_max=100)
@@ -89,6 +89,22 @@ def read_in_steps(raw: bytes, step: int) -> list[tuple[bytes, bytes]] | int:
     except HeadError as error:
         return error.status
     return found
+
+
+def test_small_chunks_are_read_a_bounded_number_at_a_time() -> None:
+    """The rest waits, and the reader says so."""
+    reader = RequestReader(ServerLimits(), RequestHeads())
+    count = 2 * CHUNKS_AT_ONCE + 10
+    reader.feed(b"POST / HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
+    reader.feed(b"1\r\na\r\n" * count + b"0\r\n\r\n")
+    turns, found = 0, None
+    while found is None:
+        turns += 1
+        found = reader.next()
+        assert found is not None or reader.busy
+    assert found[1] == b"a" * count
+    assert 2 <= turns <= 3
+    assert not reader.busy
 
 
 def padded(head_bytes: int) -> bytes:

@@ -17,15 +17,8 @@ from controlplane.core.plane import Plane
 from router.directory import ServedModel
 from router.prefix_cache import PrefixCache
 from router.prompt import Inexact, Prompt, Reason
-from router.surface import (
-    ENDPOINTS,
-    MEDIA_TOKENS,
-    PASS_THROUGH,
-    Rest,
-    estimate_tokens,
-    read,
-    read_body,
-)
+from router.reading import Rest, read
+from router.surface import ENDPOINTS, MEDIA_TOKENS, PASS_THROUGH, Asked, estimate_tokens, read_body
 from router.template_habits import habits_of
 from router.tokens import PromptReader, ReadLimits
 from schemas.codec import RemoteError
@@ -54,7 +47,7 @@ TINY = served()
 def found(path: bytes, model: ServedModel = TINY, **body: Any) -> Any:
     """Return what is read at a path."""
     parsed, _ = read_body(ENDPOINTS[path], json.dumps({"model": "tiny", **body}).encode())
-    return read(model, parsed, None)
+    return read(model, Asked(parsed, 0), None)
 
 
 def blocks(path: bytes, **body: Any) -> tuple[int, list[int]]:
@@ -185,7 +178,7 @@ def test_odd_bodies_never_break_the_reader(path: bytes, seed: int, where: int, j
     owner, key = places[where % len(places)]
     owner[key] = junk
     parsed, _ = read_body(ENDPOINTS[path], json.dumps(body).encode())
-    assert isinstance(read(TINY, parsed, None), Prompt | Inexact)
+    assert isinstance(read(TINY, Asked(parsed, 0), None), Prompt | Inexact)
 
 
 class TestWhatTakesLonger:

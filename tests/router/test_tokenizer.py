@@ -132,6 +132,25 @@ def test_long_texts_give_the_same_ids_in_steps(kind: str, text: str) -> None:
         assert asyncio.run(tokenizer.encode_long(text, executor)) == truth(text)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", ["many words " * 9_000, "x y\n" * 9_000 + "z" * 99_000, "z" * 99_000]
+)
+async def test_words_of_any_length_give_the_same_ids_in_steps(text: str) -> None:
+    """Cut between words where there are some, left to the library where there are none."""
+    tokenizer, truth = loaded("gpt2")
+    with ThreadPoolExecutor(1) as executor:
+        assert await tokenizer.encode_long(text, executor) == truth(text)
+
+
+@given(text=TEXTS)
+def test_a_text_has_as_many_tokens_as_its_length_says_at_least(text: str) -> None:
+    """What is refused by its length alone would have been refused by its tokens."""
+    tokenizer, truth = loaded("gpt2")
+    assert tokenizer.chars_a_token_max is not None
+    assert len(text) <= len(truth(text)) // 4 * tokenizer.chars_a_token_max
+
+
 async def test_a_long_text_lets_others_run() -> None:
     """While a long text is tokenized by words, other tasks get their turns."""
     tokenizer, _ = loaded("gpt2")

@@ -272,6 +272,32 @@ def test_completions_that_are_not_read(
     assert read.stats.inexact == {why: 1} == {outcome.reason: 1}
 
 
+async def test_long_lists_of_token_ids_are_hashed_in_steps(executor: Executor) -> None:
+    """Their blocks are the same, the salt in the first one and the adapter in all."""
+    extras, ids = Extras("adapter"), [number % 100 for number in range(1_000)]
+    request = CompletionRequest(prompt=ids, cache_salt="salt")
+    whole = await reader(card(), executor).read_completion(request, extras)
+    steps = reader(card(), executor, limits=ReadLimits(tokens_now_max=100))
+    assert await steps.read_completion(request, extras) == whole
+
+
+@pytest.mark.parametrize("prompt", ["a " * 100_000, [1] * 50])
+async def test_what_is_too_long_for_certain_is_not_read(prompt: Any, executor: Executor) -> None:
+    """By the length of the text, or of the list; how long it is at least is known."""
+    request = CompletionRequest(prompt=prompt)
+    outcome = await reader(card(), executor).read_completion(request, tokens_max=50)
+    assert isinstance(outcome, Inexact)
+    assert outcome.reason is Reason.TOO_LONG
+    assert outcome.tokens_min >= 50
+
+
+async def test_a_heavy_chat_is_rendered_in_a_thread(executor: Executor) -> None:
+    """And reads the same."""
+    request = ChatRequest(messages=[{"role": "user", "content": f"{n}"} for n in range(700)])
+    at_once = reader(card(), executor).read_chat_now(request)
+    assert await reader(card(), executor).read_chat(request, heavy=True) == at_once
+
+
 @pytest.mark.parametrize("prompt", ["a", ["a"]])
 def test_one_prompt_in_a_list_is_one_prompt(prompt: Any, executor: Executor) -> None:
     """A batch of one is read like the prompt itself."""

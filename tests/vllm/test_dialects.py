@@ -15,7 +15,8 @@ from lab.tiny_model import tiny_model_dir
 from router.directory import ServedModel
 from router.prefix_cache import PrefixCache
 from router.prompt import Inexact, Prompt, Reason
-from router.surface import read
+from router.reading import read
+from router.surface import Asked
 from router.template_habits import habits_of
 from router.tokens import PromptReader
 from schemas.anthropic import decode_messages
@@ -84,7 +85,7 @@ def test_prompts_are_vllms(kind: str, vllm_python: Path) -> None:
     for case, answer in zip(requests, answers, strict=True):
         template = case["template"]
         model = models.get(template) or models.setdefault(template, served(template, cache))
-        prompt = read(model, DIALECTS[kind][1](chat_samples.encoded(case["body"])), None)
+        prompt = read(model, Asked(DIALECTS[kind][1](chat_samples.encoded(case["body"])), 0), None)
         if "ids" not in answer:
             assert isinstance(prompt, Inexact), (answer["error"], case)
             assert prompt.reason in REFUSED, (answer["error"], case)
