@@ -1,213 +1,288 @@
-"""An end-to-end canary: a live plane sees what its engines do, and keeps what it promises.
+"""An examination of a live plane, from what NATS holds to what each engine has cached.
 
-For every instance, with a prompt that nobody has sent before:
-
-    1. the router's tokens are the engine's (`/debug/explain` against the engine's `/tokenize`)
-    2. the router knows nothing of the prompt yet
-    3. the engine computes it, and its KV event yields the very keys that the router computed
-    4. the router now promises a hit on that instance
-    5. the engine reports exactly that many cached tokens
-
-Each finding says what is wrong and what to do about it.
+It only reads, but for one prompt that is sent to each engine (`doctor_canary`). Every finding that
+is not well says what is wrong and what to do about it; one that is well may say what one may want
+to do, as where an operator has drained an instance.
 """
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
-
+from controlplane.bus import NatsBus
+from controlplane.bus.layout import layout
 from controlplane.bus.protocol import Bus, BusError
-from controlplane.core.hashing import chain, pack_tokens, unpack_hashes
+from controlplane.bus.setup import describe
+from controlplane.doctor_canary import Canary, Finding
 from controlplane.http_client import HttpClient, HttpError
-from schemas import bus as messages
+from controlplane.operator_view import (
+    BEATS_MISSED_MAX,
+    InstanceRow,
+    Listing,
+    Standing,
+    described,
+    instance_rows,
+    read_instances,
+    read_leader,
+    read_routers,
+    read_standing,
+    try_doubles,
+)
 from schemas import subjects
-from schemas.codec import RemoteError
+from schemas.bus import PolicyOverride
 
-_WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "joule")
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One check.
-
-    Attributes:
-        where: the instance or service that it is about.
-        what: what was checked.
-        found: what came out.
-        mend: what to do; empty where all is well.
-    """
-
-    where: str
-    what: str
-    ok: bool
-    found: str
-    mend: str = ""
+_ENGINE_TIMEOUT_S = 60.0  # a cold or busy engine may take its time over one token
+_ADMIN_TIMEOUT_S = 10.0
+_NAMED_MAX = 5
 
 
 class Doctor:
-    """Runs the checks.
+    """Runs the checks, the cheapest and most telling first.
 
     Args:
-        admin_url: the operator's port of any one router.
+        admin_url: the operators' port of a router; found on the bus if it is empty.
+        engine_key: the engines' API key, if they want one.
         wait_s: how long an event may take to arrive.
     """
 
-    def __init__(self, bus: Bus, http: HttpClient, admin_url: str, wait_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        admin: HttpClient,
+        engine: HttpClient,
+        admin_url: str = "",
+        wait_s: float = 5.0,
+    ) -> None:
         self._bus = bus
-        self._http = http
-        self._admin = admin_url.rstrip("/")
+        self._admin = admin
+        self._engine = engine
+        self._admin_urls = [admin_url.rstrip("/")] if admin_url else []
         self._wait_s = wait_s
-        self._stored: dict[str, set[int]] = {}
+        self._rows: list[InstanceRow] = []
 
-    async def examine(self, model: str | None = None) -> AsyncIterator[Finding]:
+    async def examine(self, model: str = "") -> AsyncIterator[Finding]:
         """Yield findings as they come.
 
         Args:
-            model: only this one; all by default.
+            model: send prompts to the instances of this one only; to all by default.
+
+        Raises:
+            BusError: the bus was lost meanwhile.
         """
+        async for finding in self._bus_holds():
+            yield finding
+            if not finding.ok:
+                return
+        async for finding in self._registry():
+            yield finding
+        yield await self._detector()
+        async for finding in self._routers(model):
+            yield finding
+
+    # --- what is on the bus
+
+    async def _bus_holds(self) -> AsyncIterator[Finding]:
         if not self._bus.connected:
-            yield Finding("bus", "connection", False, "not connected", "start NATS; check --nats")
+            mend = "start NATS (`nats-server -js`), or correct --nats"
+            yield Finding("bus", "connection", False, "no server answers", mend)
             return
+        if not isinstance(self._bus, NatsBus):
+            yield Finding("bus", "holds what the plane needs", True, "in memory")
+            return
+        plan = layout()
         try:
-            state = await self._http.get(f"{self._admin}/debug/state")
-        except HttpError as error:
-            mend = "start a router; check --admin (the port that `multiplane router` prints)"
-            yield Finding("router", "answers", False, str(error), mend)
+            missing = plan.names - {held.name for held in await describe(self._bus, plan)}
+        except BusError as error:
+            mend = "start NATS with JetStream (`nats-server -js`)"
+            yield Finding("bus", "holds what the plane needs", False, str(error), mend)
             return
-        yield Finding("router", "answers", True, state["router_id"])
-        subscription = await self._bus.subscribe(subjects.all_of("kv"), self._on_kv)
-        models = {m: s for m, s in state["models"].items() if model in (None, m)}
-        if not models:
-            mend = "start a sidecar beside each engine, with the same --nats"
-            yield Finding("bus", "instances", False, "none registered", mend)
-        for name, seen in models.items():
-            async for finding in self._model(name, seen):
+        what = "holds what the plane needs"
+        if missing:
+            mend = "run `multiplane bus init` with the same --nats"
+            found = f"missing: {', '.join(sorted(missing))}"
+            yield Finding("bus", what, False, found, mend)
+        else:
+            yield Finding("bus", what, True, f"{len(plan.names)} streams, buckets and stores")
+
+    async def _registry(self) -> AsyncIterator[Finding]:
+        """Examine instances and what is said of them."""
+        records, standing = await read_instances(self._bus), await read_standing(self._bus)
+        for finding in (_unreadable(records), _unreadable(standing)):
+            if finding is not None:
                 yield finding
-        await subscription.stop()
+        now_wall_s = time.time()
+        doubles = await try_doubles(self._bus, now_wall_s)
+        self._rows = instance_rows(records.rows, standing.rows, doubles, now_wall_s)
+        if not self._rows:
+            mend = "start `multiplane sidecar` beside each engine, with the same --nats"
+            yield Finding("bus", "instances", False, "none has registered", mend)
+        for row in self._rows:
+            yield _of_row(row)
+        for each in standing.rows:
+            if isinstance(each.statement, PolicyOverride) and each.in_force(now_wall_s):
+                yield _of_override(each, now_wall_s)
 
-    def _on_kv(self, subject: str, payload: bytes) -> None:
-        try:
-            batch = messages.decode_kv(payload)
-        except RemoteError:
-            return
-        for op in batch.ops:
-            if isinstance(op, messages.KvStored):
-                stored = self._stored.setdefault(batch.instance_id, set())
-                stored.update(unpack_hashes(op.hashes))
+    async def _detector(self) -> Finding:
+        leader = await read_leader(self._bus, "detector")
+        if leader is not None and leader.holder:
+            silent_s = time.time() - leader.sent_wall_s
+            if silent_s <= BEATS_MISSED_MAX * leader.ttl_s:
+                return Finding("detector", "leads", True, leader.holder.partition("/")[0])
+        mend = "start `multiplane detector`; without one routing works, but no hotspot is spread"
+        return Finding("detector", "leads", True, "none is heard", mend)
 
-    async def _model(self, model: str, seen: dict[str, Any]) -> AsyncIterator[Finding]:
-        if not seen["card"]:
+    # --- what routers and engines say
+
+    async def _routers(self, model: str) -> AsyncIterator[Finding]:
+        """Examine the routers, then the engines through the first one that answers."""
+        leases = await read_routers(self._bus)
+        unreadable = _unreadable(leases)
+        if unreadable is not None:
+            yield unreadable
+        now_wall_s = time.time()
+        heard = {e.lease.admin: e.lease.router_id for e in leases.rows if not e.lost(now_wall_s)}
+        urls = self._admin_urls or [f"http://{admin}" for admin in sorted(heard) if admin]
+        if not urls:
             mend = (
-                "give the sidecar --model-path with the folder that holds tokenizer.json; "
-                "until then requests are routed by load alone"
+                "start `multiplane router` with the same --nats, or name its port for operators "
+                "with --admin"
             )
-            yield Finding(model, "model card", False, "none", mend)
-            return
-        for instance in seen["instances"]:
-            async for finding in self._instance(model, instance):
-                yield finding
-
-    async def _instance(self, model: str, seen: dict[str, Any]) -> AsyncIterator[Finding]:
-        name = seen["instance"]
-        if seen["trust"] != "exact":
-            mend = "look at the sidecar's log; a snapshot may be failing"
-            yield Finding(name, "trust", False, seen["trust"], mend)
-            return
-        yield Finding(name, "trust", True, f"exact, {seen['blocks']} blocks")
-        try:
-            async for finding in self._canary(model, name, seen["url"]):
-                yield finding
-        except HttpError as error:
-            mend = "check that the engine serves, and that this machine may reach its url"
-            yield Finding(name, "engine answers", False, str(error), mend)
-
-    async def _canary(self, model: str, name: str, url: str) -> AsyncIterator[Finding]:
-        body = {"model": model, "messages": _prompt(), "max_tokens": 1, "temperature": 0}
-        before = await self._explain(body)
-        tokens = await self._http.post(f"{url}/tokenize", {"model": model, **_chat_only(body)})
-        keys = [int(key, 16) for key in before["block_hashes"]]
-        yield self._same_tokens(name, before, tokens, keys)
-        hit = _hit_on(before, name)
-        yield Finding(
-            name, "new prompt is unknown", hit < before["prompt_tokens"] // 2, f"{hit} hit"
-        )
-        first = await self._http.post(f"{url}/v1/chat/completions", body)
-        yield await self._same_keys(name, keys)
-        after = await self._explain(body)
-        promised = _hit_on(after, name)
-        usage = (await self._http.post(f"{url}/v1/chat/completions", body))["usage"]
-        actual = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if actual is None:
-            mend = "start vLLM with --enable-prompt-tokens-details to let this be compared"
-            yield Finding(name, "promised hit", False, "the engine reports no cached tokens", mend)
-            return
-        ok = actual == promised and first["usage"]["prompt_tokens"] == before["prompt_tokens"]
-        mend = "" if ok else "prefix caching may be off, or another client filled the cache"
-        yield Finding(name, "promised hit", ok, f"promised {promised}, engine {actual}", mend)
-
-    async def _explain(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._http.post(f"{self._admin}/debug/explain", body)
-        return answer
-
-    def _same_tokens(
-        self, name: str, explained: dict[str, Any], tokens: dict[str, Any], keys: list[int]
-    ) -> Finding:
-        what = "tokens equal the engine's"
-        if not explained["exact"]:
-            mend = "the request cannot be tokenized here; see `reason` in /debug/explain"
-            return Finding(name, what, False, explained["reason"], mend)
-        ids = tokens["tokens"]
-        if chain(pack_tokens(ids), explained["block_size"]) == keys:
-            return Finding(name, what, True, f"{len(ids)} tokens, {len(keys)} blocks")
-        mend = (
-            "the model card differs from what the engine uses: point the sidecar's --model-path "
-            "at the engine's own tokenizer and chat template"
-        )
-        found = f"{explained['prompt_tokens']} tokens here, {len(ids)} there"
-        return Finding(name, what, False, found, mend)
-
-    async def _same_keys(self, name: str, keys: list[int]) -> Finding:
-        what = "keys from the engine's event equal the router's"
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._wait_s
-        while not set(keys) <= self._stored.get(name, set()):
-            if loop.time() > deadline_s:
-                arrived = len(set(keys) & self._stored.get(name, set()))
+            yield Finding("router", "answers", False, "none is heard", mend)
+        states: list[tuple[str, dict[str, Any]]] = []
+        for url in urls:
+            try:
+                states.append((url, await self._admin.get(f"{url}/debug/state")))
+            except HttpError as error:
                 mend = (
-                    "check --kv-events-config of the engine (publisher zmq, an endpoint with `*`) "
-                    "and that its block size is the sidecar's"
+                    "is the router up, and may this machine reach that port? "
+                    "--admin URL names another one"
                 )
-                return Finding(name, what, False, f"{arrived} of {len(keys)} came", mend)
-            await asyncio.sleep(0.02)
-        return Finding(name, what, True, f"{len(keys)} blocks")
+                yield Finding("router", "answers", False, str(error), mend)
+                continue
+            yield self._of_router(*states[-1])
+        if states:
+            async for finding in self._models(*states[0], model):
+                yield finding
 
+    def _of_router(self, url: str, state: dict[str, Any]) -> Finding:
+        """Compare what a router knows with what has registered."""
+        name = state["router_id"]
+        known = {i["instance"] for served in state["models"].values() for i in served["instances"]}
+        registered = {row.instance for row in self._rows if row.state != "silent"}
+        if any(not served["bus_connected"] for served in state["models"].values()):
+            mend = "look at its log: can it reach NATS?"
+            return Finding(name, "hears the bus", False, "cut off from NATS", mend)
+        if unknown := sorted(registered - known):
+            mend = "has it the same --nats? Otherwise look at its log"
+            found = f"does not know {_named(unknown)}"
+            return Finding(name, "knows the instances", False, found, mend)
+        return Finding(name, "knows the instances", True, f"{len(known)}, asked at {url}")
 
-def _prompt() -> list[dict[str, str]]:
-    """Return a chat that shares no block with any other, about a hundred tokens long."""
-    words = " ".join(secrets.choice(_WORDS) for _ in range(96))
-    return [
-        {"role": "system", "content": f"{secrets.token_hex(16)} {words}"},
-        {"role": "user", "content": "Answer with one word."},
-    ]
-
-
-def _chat_only(body: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": body["messages"], "add_generation_prompt": True}
-
-
-def _hit_on(explained: dict[str, Any], instance: str) -> int:
-    hits = {c["instance"]: c["hit_tokens"] for c in explained["candidates"]}
-    return int(hits.get(instance, 0))
-
-
-async def doctor(bus: Bus, admin_url: str, model: str | None) -> AsyncIterator[Finding]:
-    """Yield the findings on a live plane; see the module's theory of operation."""
-    async with HttpClient() as http:
+    async def _models(self, url: str, state: dict[str, Any], wanted: str) -> AsyncIterator[Finding]:
+        models = {m: served for m, served in state["models"].items() if wanted in ("", m)}
+        if wanted and not models:
+            known = ", ".join(sorted(state["models"])) or "none"
+            mend = f"choose another --model; there are: {known}"
+            yield Finding(wanted, "model", False, "no instance serves it", mend)
+        canary = Canary(self._admin, self._engine, url, self._wait_s)
+        subscription = await self._bus.subscribe(subjects.all_of("kv"), canary.hear)
         try:
-            async for finding in Doctor(bus, http, admin_url).examine(model):
+            for name, served in models.items():
+                if not served["card"]:
+                    yield _no_card(name)
+                    continue
+                for instance in served["instances"]:
+                    async for finding in _instance(canary, name, instance):
+                        yield finding
+        finally:
+            await subscription.stop()
+
+
+async def _instance(canary: Canary, model: str, seen: dict[str, Any]) -> AsyncIterator[Finding]:
+    """Examine one instance as a router sees it."""
+    name = seen["instance"]
+    if seen["breaker_open"]:
+        mend = f"requests to {seen['url']} fail: look at the engine's log"
+        yield Finding(name, "breaker", False, "open: the router does not send to it", mend)
+    if seen["trust"] != "exact":
+        mend = (
+            "its blocks do not count until they are: look at the sidecar's log; a snapshot may be "
+            "failing"
+        )
+        yield Finding(name, "trust", False, seen["trust"], mend)
+        return
+    yield Finding(name, "trust", True, f"exact, {seen['blocks']} blocks")
+    try:
+        async for finding in canary.send(model, name, seen["url"]):
+            yield finding
+    except HttpError as error:
+        mend = "check that the engine serves, and that this machine may reach its url"
+        if error.status in (401, 403):
+            mend = "the engine wants its API key: give it with --engine-key-file"
+        yield Finding(name, "engine answers", False, str(error), mend)
+
+
+def _unreadable(listing: Listing[Any]) -> Finding | None:
+    """Return what is wrong with a bucket that holds nonsense."""
+    if not listing.unreadable:
+        return None
+    bucket = listing.unreadable[0].bucket
+    found = f"{len(listing.unreadable)} unreadable: {_named([e.key for e in listing.unreadable])}"
+    mend = (
+        f"something else writes to the bucket {bucket}: find it, and delete the entries "
+        f"(`nats kv del {bucket} KEY`)"
+    )
+    return Finding("bus", "entries", False, found, mend)
+
+
+def _of_row(row: InstanceRow) -> Finding:
+    found = "; ".join([row.state, *row.notes])
+    if row.broken or row.state == "stopped":
+        mend = "start its sidecar again, or wait until its record runs out, some minutes"
+        if row.state != "silent":
+            mend = "see the note; `multiplane instances` shows when it is mended"
+        return Finding(row.instance, "registered", False, found, mend)
+    mend = ""
+    if row.state == "draining" and row.notes:
+        mend = f"`multiplane drain {row.instance} --off` takes it back"
+    elif row.state == "blacklisted":
+        mend = f"`multiplane blacklist remove {row.instance}` takes it back"
+    elif row.state in ("starting", "draining"):
+        mend = "wait until it is ready"
+    return Finding(row.instance, "registered", True, found, mend)
+
+
+def _of_override(standing: Standing, now_wall_s: float) -> Finding:
+    mend = f"`multiplane policy clear {standing.model}` ends it"
+    return Finding(standing.model, "policy", True, described(standing, now_wall_s), mend)
+
+
+def _no_card(model: str) -> Finding:
+    mend = (
+        "give the sidecar --model-path with the folder that holds tokenizer.json; until then "
+        "requests are routed by load alone"
+    )
+    return Finding(model, "model card", False, "none: prompts cannot be read", mend)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED_MAX
+    return ", ".join(names[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+async def doctor(
+    bus: Bus, admin_url: str = "", model: str | None = None, engine_key: str | None = None
+) -> AsyncIterator[Finding]:
+    """Yield the findings on a live plane; see the module's docstring and `Doctor`."""
+    async with (
+        HttpClient(_ADMIN_TIMEOUT_S) as admin,
+        HttpClient(_ENGINE_TIMEOUT_S, engine_key) as engine,
+    ):
+        try:
+            async for finding in Doctor(bus, admin, engine, admin_url).examine(model or ""):
                 yield finding
         except BusError as error:
-            yield Finding("bus", "works", False, str(error), "check NATS and its JetStream")
+            mend = "is NATS up, with JetStream? `multiplane bus status` looks closer"
+            yield Finding("bus", "works", False, str(error), mend)

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 FRAME_S = 0.25
 LINE_EVERY_S = 5.0
+_FIRST_LINE_S = 1.0  # by then the bus has told what there is
 
 
 class UpOptions(msgspec.Struct, frozen=True):
@@ -218,8 +219,8 @@ async def _log_until(
     stop: asyncio.Event, stack: LocalStack, view: BusView, console: Console
 ) -> None:
     """Print a line every few seconds, and at once when something dies or the bus goes or comes."""
-    said: object = None
-    due_s = time.monotonic()
+    said: object = (stack.dead, True)
+    due_s = time.monotonic() + _FIRST_LINE_S
     while not stop.is_set():
         now_s = time.monotonic()
         state = (stack.dead, view.connected)

@@ -21,6 +21,8 @@ from schemas.codec import encode
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.5
+
 
 class Registration:
     """Keeps this router's entries fresh: `run` it, then `end` it.
@@ -42,7 +44,15 @@ class Registration:
                 await self._renew()
             except BusError as error:
                 logger.debug("cannot register this router: %s", error)
-            await asyncio.sleep(self._lease.heartbeat_s)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until the next renewal, or until there is another model to register for."""
+        looks = max(round(self._lease.heartbeat_s / _LOOK_S), 1)
+        for _ in range(looks):
+            await asyncio.sleep(self._lease.heartbeat_s / looks)
+            if len(self._directory) > len(self._keys):
+                return
 
     async def _renew(self) -> None:
         lease = self._lease

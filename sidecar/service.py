@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from controlplane.bus.protocol import Bus, BusError
+from controlplane.bus.setup import create_missing
 from schemas import subjects
 from schemas.codec import encode
 from sidecar.card_upload import CardUpload
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_REPORT_S = 1.0
 _RETRY_S = 0.5
+_CREATE_EVERY_S = 3.0
 _PROGRESS_S = 10.0
 _DRAIN_LOOKS = 2
 _NAMES_S = 10.0
@@ -73,6 +75,7 @@ class SidecarService:
         self._failures = 0
         self._look_again = self._stopping = self._ended = False
         self._names_due_s = self._refusal_due_s = float("-inf")
+        self._create_due_s = float("-inf")
         bus.on_state(self._bus_state)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -266,13 +269,32 @@ class SidecarService:
                 failing = False
             except BusError as error:
                 self.counts["bus_errors"] += 1
-                if not failing:
+                created = await self._create_missing()
+                if not failing and not created:
                     logger.warning("cannot register: %s", error)
-                failing = True
+                failing = not created
                 wait_s = min(wait_s, _RETRY_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._dirty.wait()
+
+    async def _create_missing(self) -> bool:
+        """Create what the bus lacks, where anybody may; True if something was created.
+
+        A server that is new, or that lost its files, is useful again without an operator.
+        """
+        now_s = time.monotonic()
+        if now_s < self._create_due_s:
+            return False
+        self._create_due_s = now_s + _CREATE_EVERY_S
+        try:
+            created = await create_missing(self._bus)
+        except BusError as error:
+            logger.debug("cannot create what the bus lacks: %s", error)
+            return False
+        if created:
+            logger.info("created on the bus: %s", ", ".join(change.name for change in created))
+        return bool(created)
 
     async def _put_records(self) -> None:
         if self.state == "starting":

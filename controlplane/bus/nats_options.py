@@ -66,6 +66,11 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
     answers_max: int = 4096
     call_s_max: float = 5.0
 
+    @property
+    def identified(self) -> bool:
+        """Whether they say who we are: the server then knows what we may do."""
+        return any((self.user, self.token, self.creds, self.nkey, self.tls_cert))
+
     def __repr__(self) -> str:
         """Leave the secrets out."""
         return f"NatsOptions(user={self.user!r}, …)"

@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from controlplane.bus.jetstream import JetStream, JetStreamError, Json
-from controlplane.bus.layout import BucketSpec, Layout, StoreSpec, StreamSpec
+from controlplane.bus.layout import BucketSpec, Layout, StoreSpec, StreamSpec, layout
 from controlplane.bus.nats_bus import NatsBus
 from controlplane.bus.protocol import Bus, BusError
 
@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 KEEP_EVERY_S = 2.0
 
 _NS = 1_000_000_000
+_SMALL = 0.1  # of the usual bounds, for a disk that has no room for them
 _NOT_FOUND = 404
+_OTHER_CONFIG = 10058  # somebody else created it meanwhile, otherwise than we would have
+_NO_ROOM = (10023, 10047)  # of the server, of its disk or memory
 _DUPLICATE_WINDOW_S = 120.0
 _MARKER_TTL_S = (
     60.0  # how long the note that an entry expired stays, for watchers cut off just then
@@ -33,6 +36,10 @@ _MARKER_TTL_S = (
 _MARKERS_API_LEVEL = 1  # nats-server 2.11
 
 Kind = Literal["stream", "bucket", "store"]
+
+
+class NoRoomError(BusError):
+    """The server may not use as much disk or memory as a bound says."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -113,6 +120,23 @@ async def keep(
             log.log(logging.DEBUG if failing else logging.WARNING, "cannot look: %s", error)
             failing = True
         await asyncio.sleep(every_s)
+
+
+async def create_missing(bus: Bus) -> list[Change]:
+    """Create what the server lacks, if it lets anybody do so; returns what was created.
+
+    A server that asks who we are leaves this to operators: `multiplane bus init`.
+
+    Raises:
+        BusError: the server is away, or refuses.
+    """
+    if not isinstance(bus, NatsBus) or bus.options.identified:
+        return []
+    try:
+        changes = await ensure(bus, layout(), missing_only=True)
+    except NoRoomError:
+        changes = await ensure(bus, layout(size=_SMALL), missing_only=True)
+    return [change for change in changes if change.action == "created"]
 
 
 async def describe(bus: NatsBus, plan: Layout) -> list[Holding]:
@@ -207,7 +231,12 @@ async def _ensure_one(
         await js.api(f"STREAM.UPDATE.{stream}", present | config)
         return Change(kind, name, "updated", ", ".join(sorted(different)))
     except JetStreamError as error:
-        raise BusError(f"{kind} {name}: {error} (code {error.err_code})") from error
+        if missing_only and error.err_code == _OTHER_CONFIG:
+            return Change(kind, name, "unchanged")
+        problem = f"{kind} {name}: {error} (code {error.err_code})"
+        if error.err_code in _NO_ROOM:
+            raise NoRoomError(f"{problem}; `multiplane bus init --size 0.1` needs less") from error
+        raise BusError(problem) from error
 
 
 async def _holding(bus: NatsBus, kind: Kind, name: str, info: Json) -> Holding:

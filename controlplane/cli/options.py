@@ -67,18 +67,29 @@ else:
     PolicyName = Literal[tuple(POLICIES)]
 
 
+def read_secret(flag: str, path: Path | None) -> str | None:
+    """Return what a file holds that a flag names; None without one.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag} {path}: it is no text") from error
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from error
+
+
 def nats_options(user: str | None, password_file: Path | None, ca: Path | None) -> NatsOptions:
     """Return connection options.
 
     Raises:
         UsageError: the password file cannot be read.
     """
-    password = None
-    if password_file is not None:
-        try:
-            password = password_file.read_text().strip()
-        except OSError as error:
-            raise UsageError(f"--nats-password-file {password_file}: {error.strerror}") from error
+    password = read_secret("--nats-password-file", password_file)
     return NatsOptions(user=user, password=password, tls_ca=None if ca is None else str(ca))
 
 

@@ -10,7 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import (
+    PORT_MAX,
+    BusPlace,
+    LogLevel,
+    read_secret,
+    set_up_logs,
+    with_bus,
+)
 
 ENGINE = "The engine"
 EVENTS = "Its KV events, where it cannot be asked"
@@ -119,7 +126,7 @@ def sidecar(
         "model_path": "" if model_path is None else str(model_path),
         "chat_template": "" if chat_template is None else str(chat_template),
         "template_kwargs": _object(chat_template_kwargs),
-        "api_key": _secret(api_key_file),
+        "api_key": read_secret("--api-key-file", api_key_file) or "",
         "kv_endpoint": kv_endpoint,
         "kv_replay_endpoint": kv_replay_endpoint,
         "kv_topic": kv_topic,
@@ -142,15 +149,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"--chat-template-kwargs must be a JSON object, not {text}")
     return found
-
-
-def _secret(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise UsageError(f"--api-key-file {path}: {error.strerror}") from error
 
 
 def _run(engine: str, command: list[str], settings: dict[str, Any]) -> int:

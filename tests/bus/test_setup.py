@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
-from controlplane.bus import BusError, MemoryBroker, NatsBus
+from controlplane.bus import BusError, MemoryBroker, NatsBus, NatsOptions
 from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import MIB, layout
-from controlplane.bus.setup import describe, ensure, keep
+from controlplane.bus.setup import NoRoomError, create_missing, describe, ensure, keep
 from schemas import subjects
 from tests.bus.worlds import eventually, fast
 
@@ -84,6 +85,37 @@ async def test_what_the_server_loses_is_created_anew() -> None:
         await bus.close()
 
 
+async def test_a_server_without_accounts_is_filled_by_anybody(bus: NatsBus) -> None:
+    """Whoever finds something missing creates it, several at once too; then there is nothing."""
+    created = await asyncio.gather(*(create_missing(bus) for _ in range(3)))
+    assert {change.name for changes in created for change in changes} == PLAN.names
+    assert await create_missing(bus) == []
+
+
+async def test_a_small_disk_gets_small_bounds(tmp_path: Path) -> None:
+    """Where the usual bounds do not fit, `create_missing` takes smaller ones; others are told."""
+    config = tmp_path / "nats.conf"
+    config.write_text('jetstream { store_dir: "js", max_file_store: 1G }\n')
+    async with EmbeddedNats(config=config) as server:
+        bus = await NatsBus.connect(server.url, options=fast())
+        with pytest.raises(NoRoomError, match=r"bus init --size 0\.1"):
+            await ensure(bus, layout())
+        await create_missing(bus)
+        held = {holding.name: holding.bytes_max for holding in await describe(bus, PLAN)}
+        assert set(held) == PLAN.names
+        await bus.close()
+
+
+async def test_who_is_known_to_the_server_leaves_it_to_operators(bus: NatsBus) -> None:
+    """With credentials nothing is tried: the server would refuse, and count it."""
+    assert NatsOptions(user="ann").identified
+    assert NatsOptions(creds="file").identified
+    assert not fast().identified
+    bus.options = NatsOptions(user="ann")
+    assert await create_missing(bus) == []
+    assert await describe(bus, PLAN) == []
+
+
 async def test_what_cannot_be_changed_is_an_error(bus: NatsBus) -> None:
     """A plan that the server cannot follow in place names what stands in its way."""
     await ensure(bus, PLAN)
@@ -132,3 +164,4 @@ async def test_streams_stay_within_their_bounds(bus: NatsBus) -> None:
 async def test_a_bus_in_memory_needs_no_setup() -> None:
     """Its buckets are always there."""
     assert await ensure(MemoryBroker().bus(), PLAN) == []
+    assert await create_missing(MemoryBroker().bus()) == []

@@ -229,10 +229,12 @@ async def test_two_routers_agree_and_answer_clients() -> None:
             assert chunks[-1].choices[0].finish_reason in ("length", "stop")
         await agree(stack, within_s=20.0)
         bus = await NatsBus.connect(stack.nats_url, name="doctor")
-        findings = [finding async for finding in doctor(bus, stack.admin_urls[0], None)]
+        findings = [finding async for finding in doctor(bus, stack.admin_urls[0])]
         await bus.close()
         assert not [finding for finding in findings if not finding.ok], findings
-        assert len(findings) == 1 + 5 * 3
+        (noted,) = [finding for finding in findings if finding.mend]
+        assert (noted.where, noted.found) == ("detector", "none is heard")
+        assert len(findings) == 1 + 3 + 1 + 1 + 5 * 3
 
 
 async def test_the_load_generator_counts_what_fails() -> None:

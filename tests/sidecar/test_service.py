@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
+from controlplane.bus import NatsBus
 from controlplane.bus.embedded import EmbeddedNats
 from controlplane.http_client import HttpClient
 from lab.engine_types import block_hash_of
@@ -18,7 +19,7 @@ from lab.tiny_model import tiny_model_dir
 from schemas import subjects
 from schemas.bus import decode_card
 from sidecar.relay import RelayConfig
-from tests.bus.worlds import MemoryWorld, NatsWorld, World
+from tests.bus.worlds import MemoryWorld, NatsWorld, World, fast
 from tests.lab.server_helpers import Client, serving
 from tests.models.naive_relay import snapshot_sets
 from tests.sidecar.service_helpers import Router, eventually, sidecar_of, snapshot_of
@@ -53,6 +54,20 @@ async def complete_at(url: str, prompt: list[int]) -> None:
 def truth(server: EmulatedServer) -> set[int]:
     """The blocks that the engine holds, in our names."""
     return {block_hash_of(name) for name in server.engine.pool.cached}
+
+
+@pytest.mark.live
+async def test_an_empty_server_is_filled() -> None:
+    """A sidecar on a server that holds nothing yet creates what the plane needs, and registers."""
+    async with EmbeddedNats() as server:
+        bus = await NatsBus.connect(server.url, options=fast())
+        other = await NatsBus.connect(server.url, options=fast())
+        router = Router(other)
+        await router.start()
+        async with serving(names=["tiny"]) as client, sidecar_of(client.url, bus):
+            await eventually(lambda: router.state("i-1") == "ready" and router.records["i-1"].card)
+        await bus.close()
+        await other.close()
 
 
 async def test_an_engine_is_registered_and_its_blocks_are_followed(world: World) -> None:
