@@ -125,7 +125,7 @@ class Fleet:
         records = await self._bus.bucket(subjects.INSTANCES)
         for name, engine in {**self._engines, BIG: self._big}.items():
             await self._bus.serve(subjects.snapshot(MODEL, name), self._snapshots_of(engine))
-            record = InstanceRecord(name, MODEL, "http://127.0.0.1:9", 1, block_size=BLOCK_SIZE)
+            record = InstanceRecord(name, MODEL, f"http://{name}:8000", 1, block_size=BLOCK_SIZE)
             await records.put(subjects.key(MODEL, name), encode(record))
         for name, engine in self._engines.items():
             self._publish(name, engine.batches(engine.cache(CHAINS_HELD)))

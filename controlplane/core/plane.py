@@ -217,14 +217,16 @@ class Plane:
         """
         instance_id = instance.record.instance_id
         effects: list[Effect] = []
-        for other in self._others_at(instance):
+        others = self._others_at(instance)
+        for other in others:
             if other.trust is Trust.STALE:
                 effects += self._leave(other, f"its engine goes by {instance_id} now", now_s)
-                continue
+        speaking = [other.record.instance_id for other in others if other.trust is not Trust.STALE]
+        if speaking:
             text = (
-                f"{other.record.instance_id} has the same address, {instance.record.url}: one "
-                "engine with two sidecars, of which one must be stopped; or two engines that need "
-                "an --advertise-url each"
+                f"{speaking[0]} has the same address, {instance.record.url}: one engine with two "
+                "sidecars, of which one must be stopped; or two engines that need an "
+                "--advertise-url each"
             )
             effects.append(Alarm("two_names", instance_id, text))
         return effects
