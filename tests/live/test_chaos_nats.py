@@ -19,7 +19,7 @@ from controlplane.http_client import HttpClient, HttpError
 from lab.stack import LocalStack, StackOptions
 from tests.live.chaos_rig import eventually, steady
 
-pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ENGINE_FLAGS = ("--speed", "10", "--blocks", "1024", "--max-model-len", "2048")
 PLAN = layout(replicas=3, storage="memory", size=0.05)
