@@ -6,11 +6,13 @@ of its settings, so that seeds differ in kind and not only in luck.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from controlplane.core.hashing import pack_hashes
 from schemas import subjects
-from schemas.bus import Blacklist, Drain
+from schemas.bus import Blacklist, Drain, KvBatch, KvStored
 from schemas.codec import encode
 from tests.sim.settings import MODEL
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from tests.sim.world import Process
 
 Undo = Callable[[], None]
+
+FAR = 10**12
+"""Epochs and numbers so far ahead that no sidecar reaches them."""
 
 
 class Faults:
@@ -42,6 +47,8 @@ class Faults:
         self._until_s = until_s
         if self.cluster.settings.kinds:
             self._next()
+        if self.cluster.settings.forge_every_s:
+            self._forge_next(random.Random(f"forger {self.world.seed}"))
 
     def _next(self) -> None:
         wait_s = self.world.rng.expovariate(1.0 / self.cluster.settings.fault_every_s)
@@ -58,6 +65,25 @@ class Faults:
             lasts_s = min(lasts_s, most_s)
             self.world.after(lasts_s, undo)
         self._next()
+
+    def _forge_next(self, rng: random.Random) -> None:
+        wait_s = rng.expovariate(1.0 / self.cluster.settings.forge_every_s)
+        if self.world.now_s + wait_s < self._until_s:
+            self.world.after(wait_s, self._forge, rng)
+
+    def _forge(self, rng: random.Random) -> None:
+        """Somebody, or a bug, sends routers a batch in an instance's name, absurdly far ahead."""
+        site = rng.choice(list(self.cluster.sites.values()))
+        epoch = 0 if site.sidecar is None else site.sidecar.relay.epoch
+        epoch, seq = rng.choice([(epoch, FAR), (epoch + FAR, FAR), (epoch + FAR, 1)])
+        self.world.note(f"a batch is forged for {site.name}: {epoch}, {seq}")
+        stored = KvStored(pack_hashes([rng.getrandbits(64)]))
+        payload = encode(KvBatch(site.name, epoch, seq, 0.0, [stored], 1, 1))
+        for connection in self.cluster.server.connections.values():
+            if "kv" in connection.kinds:
+                connection.link.carry("kv<forger", connection.deliver, "kv", payload)
+        self.done += 1
+        self._forge_next(rng)
 
     def end(self) -> None:
         """Undo whatever is left: from now on the world is good."""

@@ -39,6 +39,7 @@ class Settings(msgspec.Struct, frozen=True):
         stale_s: as in `PlaneConfig`.
         departed_s: as in `PlaneConfig`.
         promise_s: as in `PlaneConfig`.
+        forge_every_s: mean time between two batches that no sidecar sent; 0 for none.
     """
 
     routers: int = 3
@@ -67,3 +68,4 @@ class Settings(msgspec.Struct, frozen=True):
     stale_s: float = 5.0
     departed_s: float = 30.0
     promise_s: float = 0.0
+    forge_every_s: float = 0.0

@@ -78,6 +78,7 @@ def draw(seed: int) -> Settings:
         stale_s=rng.choice([1.5, 5.0]),
         departed_s=rng.choice([2.5, 30.0]),
         promise_s=rng.choice([0.0, 0.0, 1.0]),
+        forge_every_s=rng.choice([0.0, 0.0, 0.0, 0.5]),
     )
 
 

@@ -56,6 +56,15 @@ def test_each_fault_alone(kind: str) -> None:
     assert simulation.faults.done > 0
 
 
+@pytest.mark.slow
+def test_batches_that_nobody_sent_hold_nobody_up() -> None:
+    """However often they come, what they spoil is known again within 3 s of their end."""
+    simulation = Simulation(4, Settings(faults_s=4.0, forge_every_s=0.1))
+    report = simulation.run()
+    assert simulation.faults.done > 20
+    assert report.counts["never_sent"] > 10
+
+
 def test_a_world_without_faults_serves_everybody() -> None:
     """What fails is due to faults, and nothing else."""
     simulation = Simulation(2, Settings(faults_s=2.0, cancels=0.0))
