@@ -57,11 +57,12 @@ def test_each_fault_alone(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_batches_that_nobody_sent_hold_nobody_up() -> None:
+@pytest.mark.parametrize("seed", [4, 6])
+def test_batches_that_nobody_sent_hold_nobody_up(seed: int) -> None:
     """However often they come, what they spoil is known again within 3 s of their end."""
-    simulation = Simulation(4, Settings(faults_s=4.0, forge_every_s=0.1))
+    simulation = Simulation(seed, Settings(faults_s=2.0, forge_every_s=0.1))
     report = simulation.run()
-    assert simulation.faults.done > 20
+    assert simulation.faults.done > 10
     assert report.counts["never_sent"] > 10
 
 
