@@ -1,12 +1,17 @@
-"""What a proxied request costs: our data plane and its peers, same engines, same load, same run.
+"""What a proxied request costs: our router and its peers, same engines, same load, same run.
 
-    python -m bench.proxy [--json] [--rounds N] [--only NAME…] [--targets FILE]
+    python -m bench.proxy [--json] [--quick] [--rounds N] [--only NAME…] [--targets FILE]
+
+Ours is the full router: policy `multiplicative`, KV index filled, prompts tokenized and hashed,
+metrics and route events on, a real NATS server beside it. The data plane alone, which decides
+nothing, is measured as well, to tell what the rest costs.
 
 For each target: CPU time per request and per streamed chunk, latency added to a direct call, how
 many requests a second this machine got through it, and memory with 2,000 idle connections and with
 1,000 streams. Engines, load and target share this machine's cores, so CPU time is what is compared;
-requests a second are an indication. Every round runs every target, and a number is the median of
-its rounds. Targets are pluggable: see `bench.proxy_targets`.
+requests a second are an indication. Every round runs every target. Of the rounds, the least CPU
+time counts, as whatever else the machine does can only add to it, and the median of all else.
+Targets are pluggable: see `bench.proxy_targets`.
 
 A request's CPU time depends on how busy a server is: at a steady 400 requests a second, as a router
 of a large fleet has them, each one wakes the process and finds its caches cold; in a closed loop
@@ -22,19 +27,22 @@ import argparse
 import asyncio
 import resource
 import sys
+from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import median
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import uvloop
 
 from bench.proxy_load import Client, Sample, connect, request_bytes, run_load, run_steadily
 from bench.proxy_process import Engines, NotReady, Running
-from bench.proxy_targets import BARE, Target, built_in_targets, read_targets
+from bench.proxy_targets import FULL, Target, built_in_targets, read_targets
+from controlplane.bus.embedded import EmbeddedNats
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 CHUNKS: Final = 50
-IDLE_CONNECTIONS: Final = 2000
-STREAMS: Final = 1000
 _KIB: Final = 1024
 
 
@@ -47,6 +55,7 @@ class Load(msgspec.Struct, frozen=True):
         streams: of `CHUNKS` chunks, over `stream_concurrency` connections.
         gap_ms: between the chunks of a stream.
         probes: requests one after the other, for the latency.
+        idle_connections, open_streams: held for the memory.
     """
 
     steady_requests: int = 1000
@@ -57,6 +66,12 @@ class Load(msgspec.Struct, frozen=True):
     stream_concurrency: int = 128
     gap_ms: int = 10
     probes: int = 400
+    idle_connections: int = 2000
+    open_streams: int = 1000
+
+
+QUICK: Final = Load(60, 200.0, 200, 8, 16, 16, 2, 20, 100, 40)
+"""Enough to see that it works; its numbers say nothing."""
 
 
 class Numbers(msgspec.Struct):
@@ -88,6 +103,8 @@ class Numbers(msgspec.Struct):
     errors: float
 
 
+_CPU: Final = ("request_us", "busy_request_us", "stream_us", "chunk_us")
+
 # Name of the bar, our number over the peer's, and the most it may be.
 _BARS: Final = (
     ("request_us", "vllm-router round_robin", 0.6),
@@ -104,8 +121,8 @@ async def measure(running: Running, direct: Sample, load: Load) -> Numbers:
     port, authority = running.port, f"127.0.0.1:{running.port}"
     plain = request_bytes(authority, stream=False)
     stream = request_bytes(authority, stream=True, chunks=CHUNKS, gap_ms=load.gap_ms)
-    await run_load(port, plain, requests=500, concurrency=load.concurrency)
-    await run_load(port, stream, requests=32, concurrency=32)
+    await run_load(port, plain, requests=load.requests // 6, concurrency=load.concurrency)
+    await run_load(port, stream, requests=load.streams // 8, concurrency=load.streams // 8)
     start_bytes = running.rss_bytes()
 
     before_s = running.cpu_s()
@@ -123,8 +140,8 @@ async def measure(running: Running, direct: Sample, load: Load) -> Numbers:
     stream_us = (running.cpu_s() - before_s) / load.streams * 1e6
 
     probes = await run_load(port, plain, requests=load.probes, concurrency=1)
-    idle_bytes = await _memory_idle(running, plain)
-    stream_bytes = await _memory_streaming(running)
+    idle_bytes = await _memory_idle(running, plain, load.idle_connections)
+    stream_bytes = await _memory_streaming(running, load.open_streams)
     return Numbers(
         request_us=request_us,
         busy_request_us=busy_request_us,
@@ -134,8 +151,8 @@ async def measure(running: Running, direct: Sample, load: Load) -> Numbers:
         added_p99_us=_added_us(probes, direct, 0.99),
         requests_per_s=plains.requests / plains.wall_s,
         start_mib=start_bytes / _KIB / _KIB,
-        idle_kib=idle_bytes / IDLE_CONNECTIONS / _KIB,
-        stream_kib=stream_bytes / STREAMS / _KIB,
+        idle_kib=idle_bytes / load.idle_connections / _KIB,
+        stream_kib=stream_bytes / load.open_streams / _KIB,
         errors=steady.errors + plains.errors + streams.errors + probes.errors,
     )
 
@@ -145,11 +162,11 @@ def _added_us(through: Sample, direct: Sample, q: float) -> float:
     return (through.quantile_s(through.total_s, q) - direct.quantile_s(direct.total_s, q)) * 1e6
 
 
-async def _memory_idle(running: Running, request: bytes) -> int:
+async def _memory_idle(running: Running, request: bytes, connections: int) -> int:
     """Return the memory that idle connections add, each after one request."""
     before = running.rss_bytes()
     clients: list[Client] = []
-    while len(clients) < IDLE_CONNECTIONS:
+    while len(clients) < connections:
         batch = [await connect(running.port) for _ in range(100)]
         await asyncio.gather(*(client.ask(request) for client in batch))
         clients += batch
@@ -159,11 +176,11 @@ async def _memory_idle(running: Running, request: bytes) -> int:
     return added
 
 
-async def _memory_streaming(running: Running) -> int:
+async def _memory_streaming(running: Running, streams: int) -> int:
     """Return the memory that open streams add, once each has had its first chunk."""
     request = request_bytes(f"127.0.0.1:{running.port}", stream=True, chunks=3, gap_ms=1000)
     before = running.rss_bytes()
-    clients = [await connect(running.port) for _ in range(STREAMS)]
+    clients = [await connect(running.port) for _ in range(streams)]
     answers = [client.ask(request) for client in clients]
     await asyncio.sleep(1.2)  # The first of three chunks comes after a second, the next after two.
     added = running.rss_bytes() - before
@@ -184,15 +201,27 @@ async def run(targets: list[Target], rounds: int, load: Load) -> dict[str, list[
                 direct = await run_load(
                     engines.ports[0], plain, requests=load.probes, concurrency=1
                 )
-                with Running.of(target, engines.ports) as running:
+                async with _started(target, engines.ports) as running:
                     found[target.name].append(await measure(running, direct, load))
     return found
 
 
-def medians(rounds: list[Numbers]) -> Numbers:
-    """Return the median of each number; of the errors, the sum."""
+@asynccontextmanager
+async def _started(target: Target, engine_ports: list[int]) -> AsyncIterator[Running]:
+    """Start a target, and a NATS server for it if it wants one."""
+    async with AsyncExitStack() as stack:
+        url = ""
+        if target.wants_bus:
+            url = (await stack.enter_async_context(EmbeddedNats())).url
+        yield stack.enter_context(Running.of(target, engine_ports, url))
+
+
+def summary(rounds: list[Numbers]) -> Numbers:
+    """Return the least CPU times of the rounds, the sum of the errors, and the other medians."""
     fields = Numbers.__struct_fields__
     values = {name: median(getattr(each, name) for each in rounds) for name in fields}
+    for name in _CPU:
+        values[name] = min(getattr(each, name) for each in rounds)
     values["errors"] = sum(each.errors for each in rounds)
     return Numbers(**values)
 
@@ -239,6 +268,7 @@ def main() -> None:
     """Measure, report, and exit by the bars."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quick", action="store_true", help="little load: a check that it works")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], help="targets whose names contain this")
     parser.add_argument("--targets", help="a JSON file with more targets; the first is ours")
@@ -247,20 +277,20 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     built_in, missing = built_in_targets()
     more = read_targets(options.targets) if options.targets else []
-    ours = more[0].name if more else BARE.name
+    ours = more[0].name if more else FULL.name
     targets = [
         target
         for target in [*more, *built_in]
         if target.name == ours or not options.only or any(o in target.name for o in options.only)
     ]
     try:
-        found = uvloop.run(run(targets, options.rounds, Load()))
+        found = uvloop.run(run(targets, options.rounds, QUICK if options.quick else Load()))
     except NotReady as error:
         sys.exit(str(error))
-    table = {name: medians(rounds) for name, rounds in found.items()}
+    table = {name: summary(rounds) for name, rounds in found.items()}
     bars = ratios(table, ours)
     if options.json:
-        report = {"ours": ours, "median": table, "rounds": found, "bars": bars, "missing": missing}
+        report = {"ours": ours, "numbers": table, "rounds": found, "bars": bars, "missing": missing}
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         show(table, bars)

@@ -50,8 +50,8 @@ class Running:
         self._process: subprocess.Popen[str] | None = None
 
     @classmethod
-    def of(cls, target: Target, engine_ports: list[int]) -> Self:
-        """Prepare a target to be run in front of engines."""
+    def of(cls, target: Target, engine_ports: list[int], bus_url: str = "") -> Self:
+        """Prepare a target to be run in front of engines, on a bus if it wants one."""
         running = cls(target.name, [], {}, free_port())
         servers = [f"127.0.0.1:{port}" for port in engine_ports]
         words = {
@@ -60,6 +60,7 @@ class Running:
             "dir": running._dir.name,
             "engines": ",".join(servers),
             "python": sys.executable,
+            "bus": bus_url,
             "servers_haproxy": "\n".join(f"    server s{s[-5:]} {s}" for s in servers),
             "servers_nginx": "\n".join(f"        server {s};" for s in servers),
         }

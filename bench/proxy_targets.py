@@ -7,9 +7,10 @@ A target is data, so that any other server can be measured beside the built-in o
 where the file holds a list of objects with `name`, `argv` and, if needed, `env` and `files`. In
 all texts `{port}` stands for the port to listen on, `{port2}` for another free
 one, `{dir}` for a folder of the target's own, in which `files` (name to content) are written first,
-`{engines}` for `host:port,host:port`, and `{python}` for this interpreter. An argument that is
-`{engine_urls}` alone becomes one argument an engine. The first target of the file is taken for
-ours, to which the bars apply.
+`{engines}` for `host:port,host:port`, and `{python}` for this interpreter. `{bus}` stands for the
+URL of a new NATS server that is started for this target alone, and not counted as part of it. An
+argument that is `{engine_urls}` alone becomes one argument an engine. The first target of the file
+is taken for ours, to which the bars apply.
 """
 
 from __future__ import annotations
@@ -37,6 +38,20 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: dict[str, str] = {}
     files: dict[str, str] = {}
 
+    @property
+    def wants_bus(self) -> bool:
+        """Whether it needs a NATS server."""
+        return any("{bus}" in text for text in (*self.argv, *self.env.values()))
+
+
+FULL: Final = Target(
+    "multiplane router",
+    [
+        *("{python}", "-m", "bench.router_alone", "--bus", "{bus}"),
+        *("--port", "{port}", "--engines", "{engines}"),
+    ],
+)
+"""Policy `multiplicative`, KV index filled, metrics and route events on: what the bars judge."""
 
 BARE: Final = Target(
     "multiplane data plane",
@@ -100,7 +115,7 @@ http {{
 
 def built_in_targets() -> tuple[list[Target], list[str]]:
     """Return the built-in targets that can be started here, and why the others cannot."""
-    targets, missing = [BARE], []
+    targets, missing = [FULL, BARE], []
     for name, binary, argv, files in (
         ("haproxy", "haproxy", ["-db", "-f", "{dir}/haproxy.cfg"], {"haproxy.cfg": _HAPROXY}),
         ("nginx", "nginx", ["-c", "{dir}/nginx.conf", "-p", "{dir}"], {"nginx.conf": _NGINX}),

@@ -1,10 +1,12 @@
-"""A whole router in front of given engines, on a bus of its own: a target for `bench.proxy`.
+r"""A whole router in front of given engines: what `bench.proxy` measures as ours.
 
-    python -m bench.router_alone --port 8000 --engines 127.0.0.1:8001,127.0.0.1:8002
+    python -m bench.router_alone --bus nats://127.0.0.1:4222 --port 8000 \
+        --engines 127.0.0.1:8001,127.0.0.1:8002
 
 Nothing of the request path is left out: prompts are tokenized and hashed, the index holds blocks of
-every instance, the policy is `multiplicative`, decisions are told with all their candidates,
-metrics are counted. Only the sidecars are imitated, within this process.
+every instance, the policy is `multiplicative`, decisions are told over NATS with all their
+candidates, metrics are counted. Only the sidecars are imitated, within this process, which costs it
+a heartbeat a second for each instance. The bus is prepared first, so it may be a new one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Final
 
 from bench.proxy_engine import MODEL
 from controlplane import runtime
-from controlplane.bus import MemoryBroker
+from controlplane.bus import connect, setup
+from controlplane.bus.layout import layout
 from controlplane.bus.protocol import Bus
 from controlplane.core.hashing import chain, pack_hashes, pack_tokens
 from lab.tiny_model import tiny_model_dir
@@ -100,12 +103,12 @@ async def fill(bus: Bus, process: RouterProcess, engines: list[str]) -> list[Sid
     return sidecars
 
 
-async def serve(port: int, engines: list[str], stop: asyncio.Event) -> int:
+async def serve(url: str, port: int, engines: list[str], stop: asyncio.Event) -> int:
     """Run until stopped."""
-    broker = MemoryBroker()
-    bus = broker.bus()
-    config = RouterConfig(bus_url="memory://", port=port, admin_port=0, reuse_port=True)
-    process = RouterProcess(config, broker.bus())
+    bus = await connect(url, name="bench-sidecars")
+    await setup.ensure(bus, layout(storage="memory"))
+    config = RouterConfig(bus_url=url, port=port, admin_port=0)
+    process = RouterProcess(config, await connect(url, name="bench-router"))
     await process.start()
     sidecars = await fill(bus, process, engines)
     runtime.settle_gc()
@@ -114,18 +117,20 @@ async def serve(port: int, engines: list[str], stop: asyncio.Event) -> int:
             sidecar.store([])
         await asyncio.sleep(_BEAT_S)
     await process.stop()
+    await bus.close()
     return 0
 
 
 def main() -> None:
     """Serve until signalled."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--bus", required=True, help="URL of the NATS server")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--engines", required=True, help="host:port, separated by commas")
     options = parser.parse_args()
     runtime.log_to_stderr("error")
     engines = options.engines.split(",")
-    raise SystemExit(runtime.run(lambda stop: serve(options.port, engines, stop)))
+    raise SystemExit(runtime.run(lambda stop: serve(options.bus, options.port, engines, stop)))
 
 
 if __name__ == "__main__":
