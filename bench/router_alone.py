@@ -26,7 +26,7 @@ from controlplane.bus.protocol import Bus
 from controlplane.core.hashing import chain, pack_hashes, pack_tokens
 from lab.tiny_model import tiny_model_dir
 from router.config import RouterConfig
-from router.main import RouterProcess
+from router.main import RouterProcess, connect_bus
 from schemas import subjects
 from schemas.bus import InstanceRecord, KvBatch, KvStored, ModelCard
 from schemas.codec import encode
@@ -108,7 +108,7 @@ async def serve(url: str, port: int, engines: list[str], stop: asyncio.Event) ->
     bus = await connect(url, name="bench-sidecars")
     await setup.ensure(bus, layout(storage="memory"))
     config = RouterConfig(bus_url=url, port=port, admin_port=0)
-    process = RouterProcess(config, await connect(url, name="bench-router"))
+    process = RouterProcess(config, await connect_bus(config))
     await process.start()
     sidecars = await fill(bus, process, engines)
     runtime.settle_gc()

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
 from controlplane import runtime
 from controlplane.bus import connect
 from controlplane.bus.protocol import Bus
@@ -257,11 +259,21 @@ def _secret(path: str) -> str:
     return Path(path).read_text(encoding="ascii").strip() if path else ""
 
 
+async def connect_bus(config: RouterConfig) -> Bus:
+    """Connect as a router does: what it tells the others need not come back to it.
+
+    Raises:
+        BusError: see `controlplane.bus.connect`.
+    """
+    options = msgspec.structs.replace(config.bus_options, echo=False)
+    return await connect(config.bus_url, name="router", options=options)
+
+
 async def serve(
     config: RouterConfig, stop: asyncio.Event, started: Callable[[RouterProcess], None]
 ) -> int:
     """Run a router until `stop` is set; returns the exit status."""
-    bus = await connect(config.bus_url, name="router", options=config.bus_options)
+    bus = await connect_bus(config)
     process = RouterProcess(config, bus)
     starting = asyncio.create_task(process.start())
     stopping = asyncio.create_task(stop.wait())

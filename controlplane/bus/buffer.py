@@ -32,6 +32,11 @@ class OutBuffer:
     def __len__(self) -> int:
         return len(self._queue)
 
+    @property
+    def first_bytes(self) -> int:
+        """Length of the oldest payload. Raises IndexError when there is none."""
+        return len(self._queue[0][1])
+
     def push(self, subject: str, payload: bytes) -> None:
         """Append a message, dropping the oldest ones where it does not fit.
 

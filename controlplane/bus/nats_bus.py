@@ -114,7 +114,8 @@ class NatsBus:
         self._subscriptions = [_Subscription(self, self._inbox.pattern, self._inbox.receive)]
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = 0
-        self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[None] = self._loop.create_future()
         self._supervisor = asyncio.create_task(self._keep_connected(), name="nats-bus")
         self._supervisor.add_done_callback(_report_failure)
 
@@ -172,8 +173,9 @@ class NatsBus:
     def publish(self, subject: str, payload: bytes) -> None:
         """See `Bus.publish`."""
         self._out.push(subject, payload)
-        self._idle.clear()
-        self._wake.set()
+        if self._idle.is_set():
+            self._idle.clear()
+            self._loop.call_soon(self._send)
 
     async def flush(self, timeout_s: float = 2.0) -> None:
         """See `Bus.flush`."""
@@ -404,8 +406,24 @@ class NatsBus:
             self._tell(False)
             await link.close()
 
+    def _send(self) -> None:
+        """Send what this turn of the loop published, without a task; the rest is `_write`'s."""
+        link, out = self._link, self._out
+        if link is None:
+            return  # `_write` begins with it.
+        messages: list[tuple[str, bytes]] = []
+        while len(messages) < _MESSAGES_PER_TURN and len(out) and link.takes(out.first_bytes):
+            messages.append(out.pop())
+        if messages:
+            link.write(messages)
+            self._published += len(messages)
+        if len(out):
+            self._wake.set()
+        else:
+            self._idle.set()
+
     async def _write(self, link: Link) -> None:
-        """Send what `publish` left, as fast as the connection takes it."""
+        """Send what `_send` left, as fast as the connection takes it."""
         while not link.lost.is_set():
             await self._wake.wait()
             self._wake.clear()

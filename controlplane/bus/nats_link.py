@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nats import errors
@@ -41,6 +41,7 @@ SLICE_S = 0.001
 """Longest time spent on received messages before the loop turns."""
 
 _FRAMES_PER_CHECK = 16
+_UNSENT_BYTES_MAX = 64 * 1024
 _CONTROL_BYTES_MAX = 64 * 1024
 _CONNECT_WAIT_S = 0.05  # nats-py tries a server twice; this is between the two
 _PINGS_OUTSTANDING_MAX = 2
@@ -165,10 +166,31 @@ class _Client(Client):
         self._on_loss()
         self._pending.clear()
         self._pending_data_size = 0
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
+        if (transport := self._socket) is not None:
+            transport.abort()
         await super()._close(status, do_cbs)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing waits to be sent: no command of nats-py, and little in the socket."""
+        transport = self._socket
+        return (
+            self.is_connected
+            and not self._pending_data_size
+            and transport is not None
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() < _UNSENT_BYTES_MAX
+        )
+
+    def send_now(self, data: bytes) -> None:
+        """Write to the socket, past nats-py's queue and the task that empties it."""
+        if (transport := self._socket) is not None:
+            transport.write(data)
+
+    @property
+    def _socket(self) -> asyncio.WriteTransport | None:
+        writer = getattr(self._transport, "_io_writer", None)
+        return None if writer is None else writer.transport
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
         self._pongs.append(future or asyncio.get_running_loop().create_future())
@@ -237,6 +259,7 @@ class Link:
                     tls_hostname=options.tls_hostname,
                     tls_handshake_first=options.tls_first,
                     inbox_prefix=options.inbox,
+                    no_echo=not options.echo,
                     allow_reconnect=False,
                     max_reconnect_attempts=1,
                     reconnect_time_wait=_CONNECT_WAIT_S,  # type: ignore[arg-type]
@@ -265,6 +288,18 @@ class Link:
             await self._client.publish(subject, payload, reply, headers)
         except errors.Error as error:
             raise BusError(f"not sent on {subject}: {_describe(error)}") from error
+
+    def write(self, messages: Iterable[tuple[str, bytes]]) -> None:
+        """Send messages at once, in one piece; only while `takes` says so."""
+        parts = [
+            b"PUB %b %d\r\n%b\r\n" % (subject.encode(), len(payload), payload)
+            for subject, payload in messages
+        ]
+        self._client.send_now(b"".join(parts))
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a message of so many bytes can be sent by `write`, behind all sent before it."""
+        return nbytes <= self._client.max_payload and self._client.is_clear
 
     async def subscribe(self, subject: str, handler: RawHandler, queue: str = "") -> Any:
         """Begin to call `handler`; returns what `unsubscribe` wants. Raises BusError."""

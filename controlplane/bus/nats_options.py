@@ -32,6 +32,7 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
         tls_first: begin with the TLS handshake, as the server's `handshake_first` wants it.
         inbox: subject prefix for answers; default `_INBOX.<user>`, or a random one without user.
             A server that limits subscriptions must allow `<inbox>.>`.
+        echo: whether what we publish comes back to our own subscriptions.
         connect_s_max: longest wait for one server at one attempt.
         ping_s: a server that answers no ping for three times this long is lost.
         retry_s_min: first pause after all servers failed; it doubles up to
@@ -55,6 +56,7 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_hostname: str | None = None
     tls_first: bool = False
     inbox: str | None = None
+    echo: bool = True
     connect_s_max: float = 2.0
     ping_s: float = 1.5
     retry_s_min: float = 0.05
@@ -121,6 +123,7 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: ssl.SSLContext | None
     tls_hostname: str | None
     tls_first: bool
+    echo: bool
     connect_s_max: float
     ping_s: float
 
@@ -163,6 +166,7 @@ def link_options(
         tls=_tls_context(options, urls),
         tls_hostname=options.tls_hostname,
         tls_first=options.tls_first,
+        echo=options.echo,
         connect_s_max=options.connect_s_max,
         ping_s=options.ping_s,
     )
