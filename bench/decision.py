@@ -91,7 +91,6 @@ class Ours:
 
     def __init__(self, instances: int, stores: list[Stored]) -> None:
         rng = np.random.default_rng(instances)
-        everyone = np.ones(instances, np.bool_)
         self.index = PrefixIndex()
         self.slots = np.arange(instances)
         for slot in range(instances):
@@ -104,9 +103,6 @@ class Ours:
             rng.integers(0, 24, instances),
             rng.integers(0, 24_000, instances),
             rng.integers(0, 240_000, instances),
-            healthy=everyone,
-            ready=everyone,
-            allowed=everyone,
             batch_cap=256,
         )
         self.policy = Multiplicative()

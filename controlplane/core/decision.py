@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 import numpy as np
 
 from controlplane.core.fleet import Instance
 from controlplane.core.index import Match, usable_blocks
-from controlplane.core.scoring import BoolArray, Choice, FloatArray, IntArray
+from controlplane.core.scoring import BoolArray, Choice, IntArray
 from controlplane.core.stream import Trust
 from controlplane.core.verdicts import CLASS_DEPTHS
 from schemas.bus import ClassCoverage
@@ -125,25 +126,40 @@ class Decision(msgspec.Struct, frozen=True):
         depths = [depth for depth in CLASS_DEPTHS if depth <= len(hashes)]
         if not depths:
             return []
-        ranked = self.choice.scores
-        if self.choice.candidates is not None:
-            ranked = np.where(self.choice.candidates, ranked, np.inf)
         found: list[ClassCoverage] = []
         known: tuple[int, int, float | None, float | None] = (-1, 0, None, None)
         for depth in depths:
             holders = self.match.holders(depth)
             if holders != known[0]:
-                known = (holders, *self._coverage(depth, ranked))
+                known = (holders, *self._coverage(depth))
             found.append(ClassCoverage(hashes[depth - 1], depth, *known[1:]))
         return found
 
-    def _coverage(self, depth: int, ranked: FloatArray) -> tuple[int, float | None, float | None]:
+    def _coverage(self, depth: int) -> tuple[int, float | None, float | None]:
         """Return |M| at a depth and the best scores inside and outside M."""
+        choice = self.choice
+        best = None if choice.score == inf else choice.score
         if self.hit_tokens is None:
-            inside: BoolArray = np.zeros(len(ranked), np.bool_)
-        else:
-            inside = holders_of(self.request, self.hit_tokens, depth)
-        return int(inside.sum()), _least(ranked[inside]), _least(ranked[~inside])
+            return 0, None, best
+        inside = holders_of(self.request, self.hit_tokens, depth)
+        holders = int(np.count_nonzero(inside))
+        if not holders:
+            return 0, None, best
+        if holders == len(inside):
+            return holders, best, None
+        # Whoever was chosen is the best of one side; only the other has to be looked at.
+        if inside[choice.index]:
+            return holders, best, self._least_of(~inside)
+        return holders, self._least_of(inside), best
+
+    def _least_of(self, rows: BoolArray) -> float | None:
+        """Return the least score among the candidates of some rows; None if none is finite."""
+        choice = self.choice
+        if choice.candidates is not None:
+            rows = rows & choice.candidates
+        least = np.where(rows, choice.scores, inf)
+        score = float(least[least.argmin()])
+        return None if score == inf else score
 
 
 def holders_of(request: RouteRequest, hit_tokens: IntArray, depth: int) -> BoolArray:
@@ -159,8 +175,3 @@ def added(hits: IntArray | None, more: IntArray | None) -> IntArray | None:
     if hits is None or more is None:
         return more if hits is None else hits
     return hits + more
-
-
-def _least(scores: FloatArray) -> float | None:
-    best = float(scores.min()) if len(scores) else float("inf")
-    return None if best == float("inf") else best

@@ -120,13 +120,14 @@ class Dispatcher:
         batch = self._ledger.batch[:count]
         queued = self._ledger.queued[:count]
         context = self._ledger.context[:count]
+        barred = bool(request.tried) or fleet.bars_anybody
         view = FleetView(
             batch,
             queued,
             context,
-            healthy=self._healthy(request),
-            ready=fleet.ready,
-            allowed=fleet.allowed,
+            healthy=self._healthy(request) if barred else None,
+            ready=fleet.ready if barred else None,
+            allowed=fleet.allowed if barred else None,
             batch_cap=self.batch_cap,
         )
         asked = scoring.Request(
@@ -163,7 +164,8 @@ class Dispatcher:
             return self._named(override.policy), f"override:{override.by or 'operator'}"
         if request.by_load:
             return self._named("least_requests"), request.by_load
-        if self._fleet.trusted.any():
+        trusted = self._fleet.trusted
+        if trusted[trusted.argmax()]:
             self._blind_since_s = None
             return self._policy, ""
         if self._blind_since_s is None:
@@ -192,7 +194,8 @@ class Dispatcher:
         for tier in range(1, fleet.tiers):
             more = np.maximum(by_slot[fleet.slots[tier]] - hits, 0)
             hits = hits + (more * self._tier_credit[tier]).astype(np.int64)
-        return match, hits * fleet.trusted
+        trusted = fleet.trusted
+        return match, hits if trusted[trusted.argmin()] else hits * trusted
 
     def _promised(self, request: RouteRequest, hits: IntArray | None) -> IntArray | None:
         """Return (rows,) tokens beyond the hits that are promised; None if nobody promises any."""
@@ -235,7 +238,7 @@ class Dispatcher:
         for verdict in verdicts:
             inside = holders_of(request, hits, verdict.depth_blocks)
             requests, total = verdict.share
-            if not total or outgrows(requests, total, int(inside.sum()), len(inside)):
+            if not total or outgrows(requests, total, int(np.count_nonzero(inside)), len(inside)):
                 cool = ~inside if cool is None else cool & ~inside
         return cool
 
@@ -254,11 +257,12 @@ class Dispatcher:
     ) -> Ticket:
         """Count a request on the instance that was chosen, and tell the others."""
         request, choice, instance = decision.request, decision.choice, decision.instance
-        instance_id, new = instance.record.instance_id, decision.new_tokens
+        instance_id, hit = instance.record.instance_id, decision.hit
+        new = max(request.prompt_tokens - hit, 1)
         booking = self._ledger.book(
             request.request_id, instance_id, new, request.prompt_tokens, now_s
         )
-        depth = decision.hit // request.block_size if request.block_size else 0
+        depth = hit // request.block_size if request.block_size else 0
         ticket = Ticket(decision, booking, attempt, depth)
         self.tickets[id(booking)] = ticket
         if request.hashes:
@@ -278,7 +282,7 @@ class Dispatcher:
                 attempt=attempt,
                 prompt_tokens=request.prompt_tokens,
                 exact=request.exact,
-                hit_tokens=decision.hit,
+                hit_tokens=hit,
                 new_tokens=new,
                 batch_size=int(decision.batch_size[choice.index]),
                 queued_tokens=int(decision.queued_tokens[choice.index]),

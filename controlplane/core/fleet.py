@@ -154,6 +154,7 @@ class Fleet:
         self._applied: NDArray[np.int64] = np.zeros(16, np.int64)
         self._slots: NDArray[np.int64] = np.full((tiers_max, 16), -1, np.int64)
         self._capable: dict[str, NDArray[np.bool_]] = {}
+        self._barred: bool | None = None
         self._views()
 
     def __len__(self) -> int:
@@ -198,6 +199,7 @@ class Fleet:
     def refresh(self, instance: Instance, now_s: float) -> None:
         """Write what an instance's facts mean into the masks. Call after changing any of them."""
         row = instance.row
+        self._barred = None
         self.healthy[row] = not instance.breaker_open
         self.ready[row] = not instance.draining
         self.allowed[row] = now_s >= instance.blacklisted_until_s
@@ -218,6 +220,14 @@ class Fleet:
             self._epochs[row] = epoch
             self.version += 1
         self._applied[row] = applied
+
+    @property
+    def bars_anybody(self) -> bool:
+        """Whether there is anybody who is not healthy, not ready or not allowed."""
+        if self._barred is None:
+            masks = (self.healthy, self.ready, self.allowed)
+            self._barred = any(len(mask) and not mask[mask.argmin()] for mask in masks)
+        return self._barred
 
     def capable(self, lora: str | None) -> NDArray[np.bool_] | None:
         """Return (rows,) who can serve an adapter; None where none is asked for."""
@@ -256,5 +266,6 @@ class Fleet:
         self.applied = self._applied[:rows]
         self.slots = self._slots[:, :rows]
         self.rows = tuple(self._by_row)
+        self._barred = None
         self.version += 1
         self._capable.clear()

@@ -22,8 +22,18 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 
-from controlplane.core.scoring import FleetView, FloatArray, IntArray, Policy, Request, new_tokens
+from controlplane.core.scoring import (
+    FleetView,
+    FloatArray,
+    IntArray,
+    Policy,
+    Request,
+    new_tokens,
+    product,
+)
 from controlplane.core.scoring import queued_tokens as queued
+
+_ONE = np.array(1)  # as an array, because numpy takes longer to make one than to add it
 
 _Above = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -54,10 +64,12 @@ class Multiplicative(msgspec.Struct, frozen=True):
             p = p / view.speed
         if self.smooth_tokens is not None:
             p = smoothed(p, self.smooth_tokens)
-        b: Any = view.batch_size + 1
+        b: Any = view.batch_size + _ONE
         if request.alpha != 1.0 or request.beta != 1.0:
             return _weighted(p, request.alpha, b, request.beta)
-        scores: FloatArray = np.multiply(p, b, dtype=np.float64)
+        if p.dtype == np.int64:
+            return product(p, b)
+        scores: FloatArray = p * b
         return scores
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.core.policies import Multiplicative, RoundRobin
-from controlplane.core.scoring import Choice, FleetView, Request, decide
+from controlplane.core.scoring import Choice, FleetView, Request, decide, product
 from tests.models import naive_scoring
 
 FILTERS = ("health", "draining", "blacklist", "model", "batch_cap", "hotspot")
@@ -171,3 +171,10 @@ def test_scaling_all_p_or_all_b_changes_nothing(rows, factor):
     plain = choose(fleet(b - 1, p - 1), request(1), 3)
     assert choose(fleet(b - 1, p * factor - 1), request(1), 3).index == plain.index
     assert choose(fleet(b * factor - 1, p - 1), request(1), 3).index == plain.index
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**53), st.integers(1, 2**53)), min_size=1, max_size=6))
+def test_products_neither_wrap_nor_differ_by_how_they_are_made(pairs: list[tuple[int, int]]):
+    """A column of products is what Python makes of them, however large the largest is."""
+    a, b = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    assert product(a, b).tolist() == [float(x) * float(y) for x, y in pairs]
