@@ -2,11 +2,11 @@
 
 The format is Qwen-Bailian's: a JSON line a request, with its time, its lengths, and an id for each
 block of 16 tokens of its prompt, equal where prefixes are equal. Routers say the hash of a prompt's
-last whole block; the blocks before it follow from the `kv` stream, where each block that is stored
-names the one before it. So a request is written a little after its end, when its blocks have been
-stored. Blocks that are not in the record, such as those that were cached before it began, get ids
-that follow from the first block after them that is; a last block that is not whole is nobody
-else's.
+last whole block, of those at a few depths, and of those where hits end; the others follow from the
+`kv` stream, where each block that is stored names the one before it. So a request is written a
+little after its end, when its blocks have been stored. Blocks that are not in the record, such as
+those that were cached before it began, get ids that follow from the first block after them that is;
+a last block that is not whole is nobody else's.
 
 Bounds: `blocks_max` blocks whose parents are remembered, `waiting_max` requests that wait.
 """
@@ -25,6 +25,14 @@ from schemas.bus import Finished, KvBatch, KvStored, RouteBatch, Routed
 TRACE_BLOCK_TOKENS = 16
 _STEP = 0x9E37_79B9_7F4A_7C15  # odd, so that no two steps from one block meet
 _U64 = (1 << 64) - 1
+
+
+def _named(event: Routed) -> dict[int, int]:
+    """Return the blocks of a prompt that its decision names: depth → hash."""
+    named = {each.depth_blocks: each.key for each in event.classes}
+    if event.candidates is not None:
+        named |= {level.depth_blocks: level.key for level in event.candidates.levels}
+    return named
 
 
 class TraceLine(msgspec.Struct, frozen=True):
@@ -161,15 +169,19 @@ class TraceWriter:
         assert event.prompt_tokens is not None
         assert event.prompt_key is not None
         length = event.prompt_tokens // event.block_size
+        named = _named(event) | {length: event.prompt_key}
+        known, at = event.prompt_key, length
         chain: list[int] = []
-        block: int | None = event.prompt_key
-        while block is not None and block != ROOT and len(chain) < length:
+        for depth in range(length, 0, -1):
+            block = named.get(depth) or self._parents.get(chain[-1], ROOT)
+            if block == ROOT:
+                self.counts["blocks_unknown"] += 1
+                block = known + (at - depth) * _STEP & _U64
+            else:
+                known, at = block, depth
             chain.append(block)
-            block = self._parents.get(block)
         self.counts["blocks"] += length
-        self.counts["blocks_unknown"] += length - len(chain)
-        before = (chain[-1] + number * _STEP & _U64 for number in range(length - len(chain), 0, -1))
-        return [*before, *chain[::-1]]
+        return chain[::-1]
 
     def _id_of(self, block: int, ids: int) -> int:
         """Return the first of the ids of a block; 0 is a block that is nobody else's."""

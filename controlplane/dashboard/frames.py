@@ -76,6 +76,7 @@ def kpi(picture: Picture, cells: dict[str, list[Any]], now_s: float) -> dict[str
         "exact": sum(values[2] == "exact" for values in cells.values()),
         "batch": sum(values[3] for values in cells.values()),
         "queued_tokens": sum(values[4] for values in cells.values()),
+        "hotspots": sum(isinstance(each, HotspotRaised) for each, _ in picture.verdicts.values()),
         "decisions": picture.decisions,
         "policy": picture.policy,
         "queue": picture.tenants.queued,

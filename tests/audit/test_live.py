@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -98,25 +99,66 @@ async def test_a_recording_of_a_running_plane_stands_by_itself(
 ) -> None:
     """Snapshots at its beginning say what the streams before it said."""
     path = tmp_path / "recording"
-    recording = asyncio.create_task(audit(stack, "record", path, "--for", "20"))
+    recording = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "controlplane.cli.main", "audit", "record", str(path)),
+        *("--nats", stack.nats_url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
     async with asyncio.timeout(30.0):
         while not path.exists() or path.stat().st_size < 2_000:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await run_load(stack.url, chats(20, 20.0, seed=1))
-    status, output = await recording
-    assert status == 0, output
+    await said_by_now(stack)
+    recording.send_signal(signal.SIGINT)
+    said, _ = await asyncio.wait_for(recording.communicate(), 30.0)
+    assert recording.returncode == 0, said.decode()
     status, output = await audit_file("verify", path)
     report = json.loads(output)
     assert status == 0, report
     assert report["decisions"] == report["chosen"] >= 20
     assert report["hits"] >= 20
+    await run_again(path, tmp_path / "trace", report["decisions"])
+
+
+async def said_by_now(stack: LocalStack) -> None:
+    """Return once what was said so far has reached those who listen."""
+    bus = await NatsBus.connect(stack.nats_url, name="test")
+    heard = asyncio.Event()
+    await bus.subscribe("mp.v1.kv.>", lambda *_: heard.set())
+    await asyncio.wait_for(heard.wait(), 10.0)  # a heartbeat that was sent after all of it
+    await bus.close()
+
+
+async def run_again(recording: Path, trace: Path, requests: int) -> None:
+    """Run what was recorded again, in simulated time, under the policy that was used and a rival.
+
+    The same requests with the same common prefixes: prefixes are found again.
+    """
+    status, output = await multiplane(
+        *("audit", "export", trace, "--format", "trace", "--from", recording)
+    )
+    assert status == 0, output
+    status, output = await multiplane(
+        *("lab", "replay", trace, "--policies", "multiplicative,round_robin"),
+        *("--instances", 3, "--json"),
+    )
+    assert status == 0, output
+    runs = {run["policy"]: run for run in json.loads(output)}
+    (replayed,) = {run["requests"] + run["unfinished"] for run in runs.values()}
+    assert requests - 2 <= replayed <= requests, "the last may end after the record"
+    assert runs["multiplicative"]["hit_rate"] > 0.5
 
 
 async def audit_file(command: str, path: Path) -> tuple[int, str]:
     """Run a command on a recording."""
+    return await multiplane("audit", command, "--json", "--from", path)
+
+
+async def multiplane(*words: object) -> tuple[int, str]:
+    """Run a command that needs no bus; returns its status and what it wrote."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "controlplane.cli.main", "audit", command, "--json"),
-        *("--from", str(path)),
+        *(sys.executable, "-m", "controlplane.cli.main", *map(str, words)),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await asyncio.wait_for(process.communicate(), 60.0)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from controlplane.audit import publish_schemas
 from controlplane.bus import NatsBus
 from controlplane.bus.embedded import EmbeddedNats
-from schemas import bus
+from schemas import bus, subjects
 from tests.audit.tape import Tape
 from tests.core.plane_helpers import prompt
 from tests.schemas.samples import SAMPLES
@@ -82,13 +87,10 @@ def test_what_docstrings_say_of_fields_is_at_the_fields() -> None:
     assert [item["title"] for item in level["prefixItems"]] == ["depth_blocks", "key", "following"]
 
 
-@pytest.mark.live
-@pytest.mark.slow
-async def test_the_example_follows_decisions() -> None:
-    """A reader that knows only the documents sees names and scores as the router did."""
-    server = await EmbeddedNats().start()
+async def followed(example: str, address: list[str], server: EmbeddedNats) -> list[str]:
+    """Run an example while two requests are decided; returns what it prints."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(EXAMPLES / "follow.py"), server.url, "2"),
+        *(sys.executable, "-I", str(EXAMPLES / example), *address, "2"),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -103,11 +105,79 @@ async def test_the_example_follows_decisions() -> None:
     await connection.flush()
     output, _ = await asyncio.wait_for(process.communicate(), 20.0)
     await connection.close()
-    await server.stop()
-    lines = output.decode().splitlines()
+    return output.decode().splitlines()
+
+
+@pytest.mark.live
+@pytest.mark.slow
+async def test_the_example_follows_decisions() -> None:
+    """A reader that knows only the documents sees names and scores as the router did."""
+    async with EmbeddedNats() as server:
+        lines = await followed("follow.py", [server.url], server)
     assert lines[:3] == [
         "first -> a score 21",
         "    a: P 21 x (B 0 + 1) = 21",
         "    b: P 53 x (B 0 + 1) = 53",
     ]
     assert lines[3].startswith("second -> ")
+
+
+@pytest.mark.live
+@pytest.mark.slow
+async def test_the_plain_protocol_is_enough() -> None:
+    """A socket and a page of code read the same decisions: no library of NATS or msgpack."""
+    async with EmbeddedNats() as server:
+        address = server.url.removeprefix("nats://").split(":")
+        lines = await followed("plain.py", address, server)
+    assert lines[0] == "first -> a: 32 of 53 tokens cached, by router-a"
+    assert lines[1] == "first ended: ok"
+    assert lines[2].startswith("second -> ")
+
+
+def test_the_examples_use_nothing_of_ours() -> None:
+    """What they import is the standard library, a client of NATS and msgpack; or nothing at all."""
+    allowed = {"follow.py": {"nats", "msgpack"}, "plain.py": set[str]()}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(allowed)
+    for name, foreign in allowed.items():
+        tree = ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))
+        modules = {
+            module.split(".")[0]
+            for node in ast.walk(tree)
+            for module in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        assert modules - sys.stdlib_module_names == foreign
+
+
+def messages_of(text: str) -> Iterator[Any]:
+    """Yield every message that a document describes."""
+    for channel in yaml.safe_load(text)["channels"].values():
+        yield from channel["messages"].values()
+
+
+def test_the_document_leads_to_every_schema_it_names() -> None:
+    """AsyncAPI's references are files that are there, and its channels are the bus's subjects."""
+    text = publish_schemas.documents()["asyncapi.yaml"]
+    document = yaml.safe_load(text)
+    assert document["asyncapi"] == "3.0.0"
+    for message in messages_of(text):
+        assert (publish_schemas.ROOT / message["payload"]["$ref"]).is_file()
+    addresses = {channel["address"] for channel in document["channels"].values()}
+    assert "mp.v1.route.{model}.{router}" in addresses
+    for subject in (subjects.kv("m", "i"), subjects.route("m", "r"), subjects.hotspot("m")):
+        assert any(
+            re.fullmatch(re.sub(r"\\{\w+\\}", "[^.]+", re.escape(address)), subject)
+            for address in addresses
+        )
+
+
+def test_what_the_document_refers_to_is_explained() -> None:
+    """Pages and their sections exist."""
+    text = publish_schemas.documents()["asyncapi.yaml"]
+    for page, section in set(re.findall(r"see docs/(\w+\.md), ([\w ]+)\.", text)):
+        assert f"## {section}" in (publish_schemas.ROOT / page).read_text(encoding="utf-8")

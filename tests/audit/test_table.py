@@ -165,17 +165,31 @@ def test_a_record_becomes_a_trace_with_the_same_prefixes(tmp_path: Path) -> None
 def test_blocks_from_before_the_record_keep_prefixes_equal(tmp_path: Path) -> None:
     """They get ids that follow from the first block that is known."""
     tape = Tape()
-    tape.publishers["a"].blocks.update(prompt(1, 2, 3))
-    for numbers in ((1, 2, 3, 4), (1, 2, 3, 4, 5), (1, 2, 3)):
+    before = range(1, 8)
+    tape.publishers["a"].blocks.update(prompt(*before))
+    for numbers in ((*before, 8), (*before, 8, 9), before):
         ticket = tape.begin(*numbers)
         _store(tape, *numbers)
         tape.finish(ticket)
     writer, trace = trace_of(tape, tmp_path)
     first, second, third = trace.requests
+    assert first.block_ids[:8] == second.block_ids[:8]
+    assert len(set(second.block_ids)) == 10
+    assert third.block_ids[:7] == first.block_ids[:7]
+    assert writer.counts["blocks_unknown"] == 3 * 3, "3, 5 and 6; decisions name 1, 2 and 4"
+
+
+def test_requests_of_which_nothing_is_stored_share_what_decisions_name(tmp_path: Path) -> None:
+    """Everything was cached before the record: prefixes are equal up to a depth that is told."""
+    tape = Tape()
+    shared = range(1, 7)
+    for ending in (7, 8):
+        tape.ask(*shared, ending)
+    writer, trace = trace_of(tape, tmp_path)
+    first, second = trace.requests
     assert first.block_ids[:4] == second.block_ids[:4]
-    assert len(set(second.block_ids)) == 6
-    assert third.block_ids[:3] == first.block_ids[:3]
-    assert writer.counts["blocks_unknown"] == 6, "the first two of each"
+    assert first.block_ids[6] != second.block_ids[6]
+    assert writer.counts["blocks_unknown"] == 2 * 3, "3, 5 and 6"
 
 
 def test_what_a_trace_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -198,8 +212,9 @@ def test_what_a_trace_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> Non
 def test_remembered_blocks_are_bounded(tmp_path: Path) -> None:
     """What was stored long ago is forgotten, and then counts as not in the record."""
     tape = Tape()
-    _store(tape, 1, 2, 3)
-    _store(tape, 4, 5, 6)
-    tape.ask(1, 2, 3)
-    writer, _ = trace_of(tape, tmp_path, blocks_max=3)
-    assert writer.counts["blocks_unknown"] == 2
+    _store(tape, *range(1, 8))
+    _store(tape, *range(11, 18))
+    tape.ask(*range(1, 8))
+    tape.ask(*range(11, 18))
+    writer, _ = trace_of(tape, tmp_path, blocks_max=7)
+    assert writer.counts["blocks_unknown"] == 3, "3, 5 and 6 of the first"

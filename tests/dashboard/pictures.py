@@ -84,6 +84,7 @@ async def small(browser: Browser) -> None:
         await page.open(url)
         await lived(fleet, 4.0, 60)
         await photo(page, f"dashboard-{theme}.png")
+    await hotspots(page, fleet)
     await story(page, fleet)
     await page.resize(390, 844, phone=True)
     await page.theme("light")
@@ -93,6 +94,15 @@ async def small(browser: Browser) -> None:
     await server.stop()
     await service.stop()
     assert page.problems == [], page.problems
+
+
+async def hotspots(page: Page, fleet: PretendedFleet) -> None:
+    """The lower part of the page: a hotspot, an operator's orders, and the tenants."""
+    await page.theme("light")
+    await lived(fleet, 1.0, 60)
+    await page.run("document.querySelector('.verdicts').scrollIntoView({block: 'end'})")
+    await lived(fleet, 1.0, 60)
+    await photo(page, "dashboard-hotspots.png")
 
 
 async def story(page: Page, fleet: PretendedFleet) -> None:

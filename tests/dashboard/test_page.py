@@ -129,6 +129,7 @@ async def test_a_hotspot_is_shown_while_it_stands(page: Page, stack: LocalStack)
     await bucket.put(subjects.key("tiny", "hotspot-007"), encode(hot))
     await page.until("document.querySelector('.card.hotspot_raised')")
     card = await page.run("document.querySelector('.card.hotspot_raised').innerText")
+    await page.until("document.getElementById('kpi-hotspots').textContent === '1'")
     for part in ("0000000000000007", "75% of requests", "33% of instances", "s left", "engine-1"):
         assert part in card
     assert await page.until("document.querySelector('.cell[data-id=engine-1]').dataset.hot === '1'")

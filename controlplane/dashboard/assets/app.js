@@ -79,6 +79,7 @@ const KPI = [
   ["batch", "Under way", (k) => compact(k.batch)],
   ["queued", "Queued tokens", (k) => compact(k.queued_tokens)],
   ["exact", "Exact sets", (k) => `${compact(k.exact)} / ${compact(k.instances)}`],
+  ["hotspots", "Hotspots", (k) => compact(k.hotspots)],
 ];
 const values = KPI.map(([id, name]) => {
   const value = element("dd", { id: `kpi-${id}` }, "–");
@@ -92,6 +93,7 @@ function kpi(now) {
     if (values[place].textContent !== text) values[place].textContent = text;
   });
   at("kpi-exact").parentElement.dataset.warn = now.instances > 0 && now.exact < now.instances;
+  at("kpi-hotspots").parentElement.dataset.warn = now.hotspots > 0;
   const policy = at("policy");
   policy.hidden = !now.policy;
   policy.textContent = now.policy;
