@@ -174,6 +174,10 @@ class Doctor:
         if any(not served["bus_connected"] for served in state["models"].values()):
             mend = "look at its log: can it reach NATS?"
             return Finding(name, "hears the bus", False, "cut off from NATS", mend)
+        if unusable := state.get("unusable"):
+            mend = "mend what its sidecar says of it: version, --instance-id, --advertise-url"
+            found = "; ".join(f"{u['instance']}: {u['problem']}" for u in unusable[:_NAMED_MAX])
+            return Finding(name, "can use the records", False, found, mend)
         if unknown := sorted(registered - known):
             mend = "has it the same --nats? Otherwise look at its log"
             found = f"does not know {_named(unknown)}"

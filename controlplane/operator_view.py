@@ -268,6 +268,10 @@ def _row(
     if silent:
         state = "silent"
         notes.append("its sidecar is not heard: is it running?")
+    if record.blind:
+        notes.append("none of its engine's KV events applies: its cache does not count")
+    if not record.mirror_complete:
+        notes.append("its sidecar began too late to know all blocks; restart the engine to mend it")
     if doubled:
         notes.append("two sidecars use this id: give each its own --instance-id")
     if same_url:
@@ -282,7 +286,7 @@ def _row(
         record.engine_version,
         heard_s,
         notes,
-        broken=silent or doubled or bool(same_url),
+        broken=silent or doubled or bool(same_url) or record.blind,
     )
 
 

@@ -29,6 +29,7 @@ from router.routing import route_request
 from router.service import Router
 from router.surface import ENDPOINTS, Asked, Endpoint, estimate_tokens, read_body
 from router.tenants import ANYBODY
+from schemas.bus import PolicyOverride
 from schemas.codec import RemoteError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Admin:
         models = {
             served.model: {
                 "policy": served.plane.config.policy,
+                "override": _override(served.plane.verdicts.policy(time.monotonic())),
                 "card": served.card,
                 "bus_connected": served.plane.bus_connected,
                 "instances": [self._instance(served, instance) for instance in served.plane.fleet],
@@ -106,6 +108,7 @@ class Admin:
             "epoch": instance.follower.epoch,
             "seq": instance.follower.seq,
             "drained": instance.drained,
+            "blacklisted": time.monotonic() < instance.blacklisted_until_s,
             "breaker_open": instance.breaker_open,
             "kv_usage": None if load is None else load.kv_usage,
             "running": None if load is None else load.running,
@@ -176,6 +179,13 @@ class Admin:
             return
         answer = _explanation(resolved.served.model, decision) | {"decide_s": took_s}
         exchange.respond(200, (JSON,), msgspec.json.encode(answer))
+
+
+def _override(override: PolicyOverride | None) -> dict[str, Any] | None:
+    """Return the policy that stands in for the configured one, if any does: what, by whom, why."""
+    if override is None:
+        return None
+    return {"policy": override.policy, "by": override.by, "reason": override.reason}
 
 
 def _explanation(model: str, decision: Decision) -> dict[str, Any]:

@@ -35,6 +35,7 @@ Json = dict[str, Any]
 _API = "$JS.API"
 _NOT_FOUND = 404
 _NO_MESSAGE = 10037
+_NO_STREAM = 10059
 _WRONG_SEQUENCE = (10071, 10164)
 _NS = 1_000_000_000
 
@@ -60,7 +61,8 @@ class JetStreamError(BusError):
     def __init__(self, error: Json) -> None:
         self.code = int(error.get("code", 0))
         self.err_code = int(error.get("err_code", 0))
-        super().__init__(f"JetStream: {error.get('description', 'unknown error')}")
+        advice = ": is `multiplane bus init` done?" if self.err_code == _NO_STREAM else ""
+        super().__init__(f"JetStream: {error.get('description', 'unknown error')}{advice}")
 
 
 class Message(msgspec.Struct, frozen=True):

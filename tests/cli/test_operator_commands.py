@@ -191,6 +191,8 @@ def test_doubles_are_shown(server: EmbeddedNats, run: Run) -> None:
             record("left", url="http://one"),
             record("right", url="http://one"),
             record("silent", sent_wall_s=time.time() - 60.0),
+            record("blind", blind=True),
+            record("late", mirror_complete=False),
         )
         for name, epochs in (("twice", (1, 2, 1, 2)), ("restarted", (1, 1, 2, 2))):
             for seq, epoch in enumerate(epochs):
@@ -206,7 +208,10 @@ def test_doubles_are_shown(server: EmbeddedNats, run: Run) -> None:
     assert told["left"].startswith("right has the same url")
     assert told["right"].startswith("left has the same url")
     assert "not heard" in told["silent"]
-    assert {row["instance"] for row in rows if row["broken"]} == set(told) - {"restarted"}
+    assert "none of its engine's KV events applies" in told["blind"]
+    assert "began too late" in told["late"]
+    well = {row["instance"] for row in rows if not row["broken"]}
+    assert well == {"restarted", "late"}
 
 
 def test_what_ran_out_is_not_in_force(server: EmbeddedNats, run: Run) -> None:

@@ -13,6 +13,9 @@ from controlplane.operator import Operator
 from controlplane.operator_view import read_instances, try_doubles
 from lab.stack import LocalStack, StackOptions
 from lab.tiny_model import tiny_model_dir
+from schemas import subjects
+from schemas.bus import InstanceRecord
+from schemas.codec import encode
 from tests.live.chaos_rig import eventually
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -67,4 +70,14 @@ async def test_what_operators_and_mishaps_do_is_found() -> None:
         assert "two sidecars use this id" in told["engine-0"]
         assert "alias has the same url" in told["other"]
         assert "other has the same url" in told["alias"]
+
+        bucket = await bus.bucket(subjects.INSTANCES)
+        odd = InstanceRecord("odd", "tiny", "nowhere", 1, sent_wall_s=time.time() + 600.0)
+        await bucket.put(subjects.key("tiny", "odd"), encode(odd))
+
+        async def unusable() -> bool:
+            wrong, _ = await examined(bus, stack)
+            return any(each.found.startswith("odd: ") for each in wrong)
+
+        await eventually(unusable, True, "a record that is of no use")
         await bus.close()

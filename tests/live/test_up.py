@@ -18,6 +18,7 @@ from openai import AsyncOpenAI
 
 from controlplane.bus import NatsBus
 from controlplane.doctor import doctor
+from lab.children import ChildStartError
 from lab.generators import generate
 from lab.load import Planned, plan, run_load
 from lab.stack import LocalStack, StackOptions
@@ -146,6 +147,17 @@ def test_stopping_up_while_it_starts_leaves_nothing() -> None:
     assert process.returncode == 0, said
     assert "ready" not in said
     until(lambda: not any(map(alive, started)))
+
+
+async def test_a_failed_start_leaves_nothing() -> None:
+    """When one engine cannot start, what has started ends before the error is raised."""
+    before = descendants(os.getpid())
+    options = StackOptions(engines=2, routers=1, engine_flags=("--blocks", "2"), detector=True)
+    stack = LocalStack(options)
+    with pytest.raises(ChildStartError, match="engine-0 did not start"):
+        await stack.__aenter__()
+    assert descendants(os.getpid()) <= before
+    assert not [child.name for child in (*stack.routers, *stack.services) if child.running]
 
 
 def test_killing_up_leaves_nothing_either() -> None:

@@ -236,6 +236,30 @@ async def test_an_operators_drain_is_obeyed_also_by_late_instances() -> None:
         await until(lambda: not rig.known("b").drained)
 
 
+async def test_operators_see_what_they_said() -> None:
+    """A drain, a blacklist and an override are in a router's state, and in its explanations."""
+    async with ServiceRig() as rig:
+        for name in ("a", "b", "c"):
+            await rig.instance(name)
+        operator = Operator(rig.bus, by="test")
+        await operator.drain("a", on=True)
+        await operator.blacklist("b", on=True, ttl_s=600.0)
+        await operator.policy(MODEL, "linear", reason="trial")
+        await until(lambda: rig.served.plane.verdicts.policy(0.0) is not None)
+        (served,) = (await rig.http.get(f"{rig.admin}/debug/state"))["models"].values()
+        assert served["override"] == {"policy": "linear", "by": "test", "reason": "trial"}
+        seen = {i["instance"]: (i["drained"], i["blacklisted"]) for i in served["instances"]}
+        assert seen == {"a": (True, False), "b": (False, True), "c": (False, False)}
+        explained = await rig.explain(chat("hi"))
+        assert (explained["policy"], explained["pick"]) == ("linear", "c")
+        barred = {c["instance"]: c["excluded_by"] for c in explained["candidates"]}
+        assert barred == {"a": ["draining"], "b": ["blacklist"], "c": []}
+        await operator.policy(MODEL, "")
+        await until(lambda: rig.served.plane.verdicts.policy(0.0) is None)
+        (served,) = (await rig.http.get(f"{rig.admin}/debug/state"))["models"].values()
+        assert served["override"] is None
+
+
 async def test_a_policy_override_reaches_the_routers() -> None:
     """`multiplane policy set` changes decisions at once, and `clear` changes them back."""
     async with ServiceRig() as rig:
