@@ -66,7 +66,7 @@ def describe(service: PredictorService) -> list[Family]:
     families.append(_counts("trainings", "outcome", "Trainings, by what came of them.", models))
     told = [((what,), float(count)) for what, count in service.counts.items()]
     families.append(
-        Family("counter", f"{_PREFIX}_service", "See PredictorService.counts.", ("what",), told)
+        Family("counter", f"{_PREFIX}_service", "What happened to the predictor.", ("what",), told)
     )
     return families
 

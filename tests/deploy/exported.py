@@ -1,4 +1,4 @@
-"""Every metric that routers, sidecars and detectors export, gathered from running ones."""
+"""Every metric that routers, sidecars and services export, gathered from running ones."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from controlplane.detector.config import DetectorServiceConfig
 from controlplane.detector.metrics import describe
 from controlplane.detector.service import DetectorService
 from controlplane.exporter import Exporter as ServiceExporter
+from controlplane.exporter import Family
+from controlplane.predictor.config import PredictorConfig
+from controlplane.predictor.metrics import describe as describe_predictor
+from controlplane.predictor.service import PredictorService
 from router.config import RouterConfig
 from router.metrics import PREFIX
 from router.supervisor import Supervisor
@@ -36,7 +40,7 @@ class Exported(msgspec.Struct, frozen=True):
     """One metric.
 
     Attributes:
-        source: `router`, `sidecar` or `detector`.
+        source: `router`, `sidecar`, `detector` or `predictor`.
         name: of its samples; without the suffixes of histograms.
         labels: names, in order; `le` of histograms left out.
     """
@@ -54,7 +58,9 @@ async def exported(folder: Path) -> list[Exported]:
     Args:
         folder: for files that the processes need.
     """
-    found = [*await router_metrics(folder), *await sidecar_metrics(), *await detector_metrics()]
+    found = await router_metrics(folder)
+    for others in (sidecar_metrics, detector_metrics, predictor_metrics):
+        found += await others()
     return sorted(found, key=lambda each: (each.source, each.name))
 
 
@@ -122,14 +128,33 @@ async def detector_metrics() -> list[Exported]:
     await until(router.barred)
     assert list(service.models) == [MODEL]
     families = describe(service)
+    await service.stop()
+    return await _shown("detector", families)
+
+
+async def predictor_metrics() -> list[Exported]:
+    """Return those of a predictor that has seen requests."""
+    broker = MemoryBroker()
+    router = await PretendedRouter(broker.bus()).start()
+    service = PredictorService(broker.bus(), PredictorConfig())
+    await service.start()
+    await until(lambda: service.leading)
+    router.ask(4, prompt_tokens=100, hit_tokens=75)
+    await until(lambda: MODEL in service.models)
+    families = describe_predictor(service)
+    await service.stop()
+    return await _shown("predictor", families)
+
+
+async def _shown(source: str, families: list[Family]) -> list[Exported]:
+    """Return a service's metrics as its page shows them."""
     exporter = ServiceExporter("127.0.0.1", 0)
     try:
         exporter.show(families)
         page = await fetch(f"http://127.0.0.1:{exporter.port}/metrics")
     finally:
         exporter.close()
-        await service.stop()
-    return [*_parsed("detector", page, {each.name: each.labels for each in families})]
+    return [*_parsed(source, page, {each.name: each.labels for each in families})]
 
 
 def _parsed(source: str, page: str, labels: dict[str, tuple[str, ...]]) -> Iterator[Exported]:

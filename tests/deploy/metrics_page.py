@@ -20,7 +20,7 @@ _HEAD = """\
 Made from the registries of running processes by `python -m tests.deploy.metrics_page`; a test keeps
 it current.
 
-Scrape routers (`--admin-port`), sidecars and detectors (`--metrics-port`) as
+Scrape routers (`--admin-port`), sidecars, detectors and predictors (`--metrics-port`) as
 `deploy/prometheus.yaml` does: `honor_labels: true` is needed, since a label `instance` names an
 engine here. `deploy/prometheus-rules.yaml` has the alarms, `deploy/grafana` a board.
 `docs/router.md` and `docs/hotspots.md` say what the numbers mean together.
@@ -37,6 +37,7 @@ _TITLES = {
     ),
     "sidecar": ("Sidecars", ""),
     "detector": ("Detectors", ""),
+    "predictor": ("Predictors", ""),
 }
 
 

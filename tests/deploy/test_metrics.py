@@ -113,7 +113,7 @@ async def test_no_label_comes_from_a_request(metrics: list[Exported]) -> None:
     """Every label is one of those that have a bound."""
     bounded = {
         *("model", "instance", "tenant"),  # by configuration and the bus
-        *("depth", "rank", "source"),  # of hotspots: by the code
+        *("depth", "rank", "source", "time"),  # of hotspots and predictions: by the code
         *("endpoint", "event", "kind", "outcome", "policy", "reason", "state", "status"),
         *("trust", "what"),
     }
