@@ -9,6 +9,7 @@ are ignored, and an event that cannot be understood costs only itself, never its
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -110,15 +111,34 @@ class EventBatch(msgspec.Struct, frozen=True):
     data_parallel_rank: int | None = None
 
 
+_MapEvent = _MapStored | _MapRemoved | _MapCleared
+_ArrayEvent = _ArrayStored | _ArrayRemoved | _ArrayCleared
+
+
 class _RawBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[msgspec.Raw]
     data_parallel_rank: int | None = None
 
 
+class _MapBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_MapEvent]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_ArrayEvent]
+    data_parallel_rank: int | None = None
+
+
+# A batch of which every event is understood, as nearly all are, is decoded as a whole: twice
+# as fast as event by event.
+_WHOLE = (msgspec.msgpack.Decoder(_MapBatch), msgspec.msgpack.Decoder(_ArrayBatch))
 _BATCH = msgspec.msgpack.Decoder(_RawBatch)
-_MAP_EVENT = msgspec.msgpack.Decoder(_MapStored | _MapRemoved | _MapCleared)
-_ARRAY_EVENT = msgspec.msgpack.Decoder(_ArrayStored | _ArrayRemoved | _ArrayCleared)
+_MAP_EVENT = msgspec.msgpack.Decoder(_MapEvent)
+_ARRAY_EVENT = msgspec.msgpack.Decoder(_ArrayEvent)
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -134,6 +154,17 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
     Raises:
         RemoteError: the batch itself is not of the documented form.
     """
+    for decoder in _WHOLE:
+        try:
+            whole: Any = decoder.decode(payload)
+        except _MALFORMED:
+            continue
+        return EventBatch(whole.ts, whole.events, 0, whole.data_parallel_rank)
+    return _decode_one_by_one(payload)
+
+
+def _decode_one_by_one(payload: bytes | memoryview) -> EventBatch:
+    """Decode what can be decoded of a batch. Raises RemoteError."""
     try:
         raw = _BATCH.decode(payload)
     except _MALFORMED as error:
@@ -149,14 +180,18 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
     return EventBatch(raw.ts, events, rejected, raw.data_parallel_rank)
 
 
+_fields_of_stored = attrgetter(*BlockStored.__struct_fields__)
+_fields_of_removed = attrgetter(*BlockRemoved.__struct_fields__)
+
+
 def _as(event: Event, encoding: Literal["map", "array"]) -> Event:
     array = encoding == "array"
     if isinstance(event, BlockStored):
         stored = _ArrayStored if array else _MapStored
-        return stored(*(getattr(event, name) for name in BlockStored.__struct_fields__))
+        return stored(*_fields_of_stored(event))
     if isinstance(event, BlockRemoved):
         removed = _ArrayRemoved if array else _MapRemoved
-        return removed(*(getattr(event, name) for name in BlockRemoved.__struct_fields__))
+        return removed(*_fields_of_removed(event))
     return _ArrayCleared() if array else _MapCleared()
 
 
