@@ -1,8 +1,9 @@
-"""The bus cut, black-holed and slow, for a router or a sidecar, under traffic: it all heals."""
+"""Connections cut, black-holed and slow, of a router, a sidecar or an engine, under traffic."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -15,7 +16,7 @@ from controlplane.http_client import HttpClient
 from lab.stack import LocalStack, StackOptions
 from lab.tiny_model import tiny_model_dir
 from schemas import subjects
-from tests.live.chaos_rig import eventually, steady
+from tests.live.chaos_rig import Reply, eventually, steady
 from tests.live.tcp_proxy import TcpProxy
 
 pytestmark = [
@@ -36,20 +37,37 @@ write_deadline: "500ms"
 
 
 class Wired:
-    """A plane of which one router and one sidecar reach NATS through proxies.
+    """A plane of which one router and one sidecar reach NATS, and routers an engine, by proxies.
 
     Attributes:
         router: the proxy of router 1.
         sidecar: the proxy of engine 1's sidecar.
+        engine: the proxy of engine 1, between it and the routers.
     """
 
     def __init__(
-        self, stack: LocalStack, server: EmbeddedNats, router: TcpProxy, sidecar: TcpProxy
+        self,
+        stack: LocalStack,
+        server: EmbeddedNats,
+        router: TcpProxy,
+        sidecar: TcpProxy,
+        engine: TcpProxy,
     ) -> None:
         self.stack = stack
         self.server = server
         self.router = router
         self.sidecar = sidecar
+        self.engine = engine
+
+    async def broken(self) -> set[str]:
+        """The instances that some router finds out of reach."""
+        found = set()
+        async with HttpClient() as http:
+            for admin in self.stack.admin_urls:
+                state = await http.get(f"{admin}/debug/state")
+                rows = state["models"]["tiny"]["instances"]
+                found |= {row["instance"] for row in rows if row["breaker_open"]}
+        return found
 
     async def connected(self) -> bool:
         """Whether router 1 believes that it is connected to the bus."""
@@ -82,9 +100,11 @@ async def wired(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wired
         (engine,), _ = await asyncio.gather(
             stack.fleet.start(1), stack.start_router("--nats", router.url)
         )
-        await stack.start_sidecar(engine.name, engine.url, tiny_model_dir(), "--nats", sidecar.url)
-        await stack.ready(2)
-        yield Wired(stack, server, router, sidecar)
+        async with TcpProxy(int(engine.url.rpartition(":")[2])) as between:
+            flags = ("--nats", sidecar.url, "--advertise-url", f"http://127.0.0.1:{between.port}")
+            await stack.start_sidecar(engine.name, engine.url, tiny_model_dir(), *flags)
+            await stack.ready(2)
+            yield Wired(stack, server, router, sidecar, between)
 
 
 async def test_a_routers_connection_is_cut(wired: Wired) -> None:
@@ -103,6 +123,23 @@ async def test_a_sidecars_connection_is_cut(wired: Wired) -> None:
         wired.sidecar.cut()
         await flow.answered(200)
         await wired.sidecar.heal()
+
+
+async def test_an_engine_is_cut_off_from_the_routers(wired: Wired) -> None:
+    """Answers that it had begun break visibly; all else is answered by the other one."""
+    cut_s = time.monotonic()
+
+    def had_begun(reply: Reply) -> bool:
+        return reply.broke and reply.status == 200 and reply.began_s <= cut_s
+
+    async with steady(wired.stack, answer_tokens=64, may_fail=had_begun) as flow:
+        wired.engine.cut()
+        cut_s = time.monotonic()
+        await eventually(wired.broken, {"engine-1"}, "routers find it out of reach")
+        await flow.answered(100)
+        assert set((await wired.trusts(0)).values()) == {"exact"}, "its sidecar speaks on"
+        await wired.engine.heal()
+        await eventually(wired.broken, set(), "requests get through again")
 
 
 async def test_a_routers_connection_is_a_black_hole(wired: Wired) -> None:

@@ -91,7 +91,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[list[EmbeddedNats]]:
         yield servers
 
 
-async def test_a_cluster_of_three_loses_a_node(cluster: list[EmbeddedNats]) -> None:
+async def test_a_cluster_of_three_loses_any_node(cluster: list[EmbeddedNats]) -> None:
     """Whatever was connected to the dead node goes on at another one, with everything there."""
     bus = await NatsBus.connect([server.url for server in cluster])
 
@@ -105,10 +105,11 @@ async def test_a_cluster_of_three_loses_a_node(cluster: list[EmbeddedNats]) -> N
     urls = ",".join(server.url for server in cluster)
     options = StackOptions(engines=2, routers=2, engine_flags=ENGINE_FLAGS, nats=urls)
     async with LocalStack(options) as stack:
-        (server,) = [each for each in cluster if f"at {each.url}" in stack.routers[0].log()]
-        async with steady(stack) as flow:
-            await server.kill()
-            await flow.answered(200)
-            await server.start()
+        for server in cluster:  # one of them leads each stream, and has each client
+            async with steady(stack) as flow:
+                await server.kill()
+                await flow.answered(100)
+                await server.start()
+            await eventually(copies, 3, "every copy is there again", within_s=60.0)
         assert "the bus is connected" in stack.routers[0].log()
     await bus.close()
