@@ -104,15 +104,8 @@ class Access:
 
     def identify(self, exchange: Exchange) -> TenantGate | Refusal:
         """Return whose request this is, or why it is refused."""
-        tenant = DEFAULT
-        if self._keys is not None:
-            key = presented(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
-            owner = None if key is None else self._keys.tenant_of(key)
-            if owner is None:
-                return bad_key(key is not None)
-            tenant = owner
-        gate = self._gates[tenant]
-        if not self.paths:
+        gate = self._caller(exchange)
+        if isinstance(gate, Refusal) or not self.paths:
             return gate
         named = exchange.header(TENANT_HEADER)
         if named is None:
@@ -121,6 +114,19 @@ class Access:
             return not_allowed("only a trusted tenant may send X-Multiplane-Tenant")
         other = self._gates.get(named.decode("latin-1"))
         return other or not_allowed("X-Multiplane-Tenant names no tenant of this router")
+
+    def trusts(self, exchange: Exchange) -> bool:
+        """Whether whoever sent a request, in whose name ever, is trusted."""
+        gate = self._caller(exchange)
+        return not isinstance(gate, Refusal) and gate.tenant.trusted
+
+    def _caller(self, exchange: Exchange) -> TenantGate | Refusal:
+        """Return whose key this is."""
+        if self._keys is None:
+            return self._gates[DEFAULT]
+        key = presented(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+        owner = None if key is None else self._keys.tenant_of(key)
+        return bad_key(key is not None) if owner is None else self._gates[owner]
 
 
 def _text(path: str) -> str:

@@ -68,6 +68,7 @@ class Admin:
                 "tickets": len(served.plane.requests.tickets),
                 "hotspots": [msgspec.to_builtins(h) for h in served.plane.verdicts.hotspots],
                 "counts": dict(served.plane.requests.counts),
+                "queue": self._queue(served.model),
             }
             for served in self._router.directory
         }
@@ -89,6 +90,12 @@ class Admin:
             ],
         }
         exchange.respond(200, (JSON,), msgspec.json.encode(state))
+
+    def _queue(self, model: str) -> dict[str, Any] | None:
+        """Return what waits for a model; None where nothing ever does."""
+        rooms = self._router.rooms
+        room = None if rooms is None else rooms.get(model)
+        return None if room is None else room.state()
 
     def _instance(self, served: Any, instance: Any) -> dict[str, Any]:
         plane = served.plane

@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from controlplane.bus import NatsOptions
+from controlplane.core.coalesce import CoalesceConfig
 from controlplane.core.plane import PlaneConfig
+from controlplane.core.queue_lines import QueueConfig
 from router.breaker import BreakerPolicy
 from router.limits import ServerLimits, UpstreamLimits
 
@@ -26,6 +28,10 @@ class RouterConfig(msgspec.Struct, frozen=True):
         server: limits towards clients.
         upstream: limits towards engines.
         breaker: when an instance counts as broken.
+        queue: how requests wait while every instance is at `plane.batch_cap`; None to send them
+            on all the same.
+        coalesce: how requests wait for a prefix that another computes; None for not at all.
+        latency_poll_s: how often the latency model on the bus is looked at, for the queue.
         prefix_cache_bytes: memory for tokenized prefixes.
         events_max: bus messages waiting to be taken in; beyond it the oldest are dropped, which
             shows as a gap and heals.
@@ -64,6 +70,9 @@ class RouterConfig(msgspec.Struct, frozen=True):
     server: ServerLimits = ServerLimits()
     upstream: UpstreamLimits = UpstreamLimits()
     breaker: BreakerPolicy = BreakerPolicy()
+    queue: QueueConfig | None = None
+    coalesce: CoalesceConfig | None = None
+    latency_poll_s: float = 5.0
     prefix_cache_bytes: int = 500_000_000
     events_max: int = 100_000
     events_slice_s: float = 0.001
@@ -82,6 +91,11 @@ class RouterConfig(msgspec.Struct, frozen=True):
     engine_key_path: str = ""
     tls_cert_path: str = ""
     tls_key_path: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense. Raises ValueError."""
+        if self.queue is not None and self.plane.batch_cap is None:
+            raise ValueError("a queue needs a batch cap: without one, every instance has room")
 
 
 class WorkerOrder(msgspec.Struct, frozen=True):

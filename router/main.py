@@ -104,6 +104,7 @@ class RouterProcess:
         self._admin = HttpServer(Admin(self.router), config.server)
         self._watching: asyncio.Task[None] | None = None
         self._registration: Registration | None = None
+        self._predicting: asyncio.Task[NoReturn] | None = None
         self._registering: asyncio.Task[NoReturn] | None = None
 
     def _watch_files(self) -> ssl.SSLContext | None:
@@ -146,6 +147,8 @@ class RouterProcess:
             config.host, config.port, reuse_port=config.reuse_port, tls=self._tls
         )
         self._watching = asyncio.create_task(self._files.run())
+        if self.router.rooms is not None:
+            self._predicting = asyncio.create_task(self.router.rooms.follow(self._bus))
         self._register()
         runtime.settle_gc()
         logger.info(
@@ -192,6 +195,8 @@ class RouterProcess:
             await self._registration.end()
         if self._watching is not None:
             self._watching.cancel()
+        if self._predicting is not None:
+            self._predicting.cancel()
         await self._server.stop(grace_s=self.config.stop_grace_s)
         await self.router.stop()
         await self.events.stop()
@@ -209,6 +214,8 @@ class RouterProcess:
         now_s = time.monotonic()
         yield from plane_samples(self._directory, self.router.instances, now_s)
         yield from tenant_samples(self._access, now_s)
+        if self.router.rooms is not None:
+            yield from self.router.rooms.samples()
         for name, text, value in counted(self._server.stats):
             shown = "loop_lag_seconds" if name == "loop_lag_s" else f"http_{name}_total"
             yield Sample(shown, text, value)

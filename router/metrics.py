@@ -126,6 +126,13 @@ class RequestMetrics:
             "From whole request to the first byte of the answer's body.",
             _LATENCY_S,
         )
+        self._waits = Tally("queue_waits", "Waits that ended, by how.", "how")
+        self._degraded = Tally(
+            "queue_degraded", "Requests that became something else to be in time, by what.", "how"
+        )
+        self._wait = Spread(
+            "queue_wait_seconds", "From when a request began to wait until it did not.", _LATENCY_S
+        )
         self._duration = Spread(
             "request_duration_seconds", "From whole request to the answer's end.", _LATENCY_S
         )
@@ -143,6 +150,15 @@ class RequestMetrics:
     def retried(self, reason: str) -> None:
         """Count a further attempt."""
         self._retries[(reason,)] += 1
+
+    def waited(self, how: str, seconds: float) -> None:
+        """Count a wait that has ended."""
+        self._waits[(how,)] += 1
+        self._wait.observe(seconds)
+
+    def degraded(self, how: str) -> None:
+        """Count a request that became something else."""
+        self._degraded[(how,)] += 1
 
     def decided(self, decision: Decision, decide_s: float, tokenize_s: float) -> None:
         """Count a decision."""

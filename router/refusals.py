@@ -189,3 +189,58 @@ def too_fast(tenant: Tenant, wait_s: float) -> Refusal:
         code="rate_limit_exceeded",
         retry_after_s=wait_s,
     )
+
+
+def bad_header(message: str) -> Refusal:
+    """Refuse a header that cannot be used."""
+    return Refusal(400, "header", message, code="invalid_header")
+
+
+def queue_full(waiting: int, wait_s: float) -> Refusal:
+    """Refuse a request for which there is no place in the queue."""
+    return Refusal(
+        429,
+        "queue_full",
+        f"every instance is full, and {waiting} requests wait already; they will have been served "
+        f"in about {wait_s:.0f} s",
+        "rate_limit_error",
+        code="queue_full",
+        retry_after_s=wait_s,
+    )
+
+
+def queue_timeout(waited_s: float, wait_s: float) -> Refusal:
+    """Refuse a request that has waited for as long as any may."""
+    return Refusal(
+        503,
+        "queue_timeout",
+        f"no instance had room for this request in {waited_s:.0f} s",
+        "service_unavailable",
+        code="queue_timeout",
+        retry_after_s=wait_s,
+    )
+
+
+def too_late(over_s: float, wait_s: float) -> Refusal:
+    """Refuse a request that would miss its deadline."""
+    return Refusal(
+        503,
+        "deadline",
+        f"this request would be answered {over_s:.1f} s after its deadline at the present load; "
+        "come back later, or give it a larger budget",
+        "service_unavailable",
+        code="deadline_unreachable",
+        retry_after_s=wait_s,
+    )
+
+
+def stopping() -> Refusal:
+    """Refuse a request that still waits when the router ends."""
+    return Refusal(
+        503,
+        "stopping",
+        "this router is stopping; send the request again",
+        "service_unavailable",
+        code="stopping",
+        retry_after_s=RETRY_AFTER_S,
+    )

@@ -22,19 +22,21 @@ import msgspec
 
 from controlplane.core.dispatch import RouteRequest, Ticket
 from controlplane.core.fleet import Instance
+from controlplane.core.latency import head_hash
 from router import refusals
 from router.access_log import Entry
-from router.directory import Resolved
+from router.directory import Resolved, ServedModel
 from router.http_exchange import Exchange, State
 from router.http_proxy import RETRIES_MAX, Outcome
 from router.instances import Key
 from router.prompt import Inexact, Prompt
 from router.reading import Rest, read
 from router.refusals import Refusal
-from router.surface import Asked, Endpoint, estimate_tokens
+from router.surface import Asked, Endpoint, estimate_tokens, is_heavy, read_body
 from router.tenant_gate import TenantGate
 from router.tenants import Tenant
 from router.usage import NO_USAGE, Usage, estimate_output_tokens, read_usage
+from router.wait import Wait, hold
 
 if TYPE_CHECKING:
     from router.service import Router
@@ -52,26 +54,36 @@ _COMPLETED: Final = Outcome.COMPLETED
 
 
 class Routing:
-    """A request on its way, for a model that exists; its place among its tenant's is taken."""
+    """A request on its way, for a model that exists; its place among its tenant's is taken.
+
+    Attributes:
+        router: whose it is.
+        exchange: with its client.
+        request: what the plane knows of it, once its prompt was read.
+        started_s: when it had come whole.
+        wait: its deadline and its waiting; None where nobody ever waits.
+        trace: its spans; None if nobody collects them.
+    """
 
     __slots__ = (
         "_attempt",
         "_endpoint",
-        "_exchange",
         "_gate",
         "_over",
         "_read_s",
-        "_request",
         "_resolved",
-        "_router",
-        "_started_s",
         "_ticket",
         "_tried",
         "_ttft_s",
+        "exchange",
+        "request",
+        "router",
+        "started_s",
         "trace",
+        "wait",
     )
 
-    _request: RouteRequest
+    request: RouteRequest
 
     def __init__(
         self,
@@ -82,18 +94,19 @@ class Routing:
         resolved: Resolved,
         started_s: float,
     ) -> None:
-        self._router = router
-        self._exchange = exchange
+        self.router = router
+        self.exchange = exchange
         self._endpoint = endpoint
         self._gate = gate
         self._resolved = resolved
-        self._started_s = started_s
+        self.started_s = started_s
         self._over = False
         self._ticket: Ticket | None = None
         self._attempt = 0
         self._tried: tuple[str, ...] = ()
         self._ttft_s: float | None = None
         self._read_s = 0.0
+        self.wait: Wait | None = None
         self.trace: Trace | None = None
         if router.tracer is not None:
             self.trace = router.tracer.begin(exchange.header(b"traceparent"), started_s)
@@ -110,9 +123,9 @@ class Routing:
         except Exception:
             self._crashed()
             return
-        task = self._router.spawn(self._read(found, asked))
+        task = self.router.spawn(self._read(found, asked))
         task.add_done_callback(lambda done: self._reading_ended(done, found))
-        self._exchange.on_client_gone(lambda: _cancel(task))
+        self.exchange.on_client_gone(lambda: _cancel(task))
 
     async def _read(self, found: Awaitable[Prompt | Inexact], asked: Asked) -> None:
         try:
@@ -130,17 +143,34 @@ class Routing:
     def _begin(self, found: Prompt | Inexact, asked: Asked) -> None:
         """Decide and send; answer with an error where that is impossible."""
         now_s = time.monotonic()
-        self._read_s = now_s - self._started_s
+        self._read_s = now_s - self.started_s
         refusal = self._admit(found, asked, now_s)
         if refusal is not None:
             self._refuse(refusal)
             return
+        if self.router.rooms is not None and hold(self, self.router.rooms, now_s):
+            return
+        self.send(now_s)
+
+    def send(self, now_s: float) -> None:
+        """Decide, and send to the instance that was chosen."""
         instance = self._decide(now_s)
         if instance is None:
-            self._gate.settle(-self._request.prompt_tokens)
-            self._refuse(refusals.no_instance(self._resolved.served.model))
+            self.refuse_admitted(refusals.no_instance(self._resolved.served.model))
             return
-        self._router.forward(self._exchange, self._key_of(instance), self)
+        self.router.forward(self.exchange, self._key_of(instance), self)
+
+    def send_safely(self, now_s: float) -> None:
+        """Send one that has waited, on behalf of whoever gave it room."""
+        try:
+            self.send(now_s)
+        except Exception:
+            self._crashed()
+
+    def refuse_admitted(self, refusal: Refusal) -> None:
+        """Answer one with an error that was charged for already."""
+        self._gate.settle(-self.request.prompt_tokens)
+        self._refuse(refusal)
 
     def _admit(self, found: Prompt | Inexact, asked: Asked, now_s: float) -> Refusal | None:
         """Check the prompt against the model's limit and the tenant's, and charge for it."""
@@ -152,23 +182,60 @@ class Routing:
             return refusals.too_long(tokens, longest, self._endpoint.param, exact=exact)
         estimated = 0
         if isinstance(found, Inexact):
-            self._router.metrics.inexact(found.reason)
+            self.router.metrics.inexact(found.reason)
             parsed = None if asked.heavy else asked.parsed
             estimated = estimate_tokens(self._endpoint, parsed, asked.text_bytes)
-        self._request = route_request(
-            self._exchange.request_id.decode("latin-1"), self._resolved, found, estimated, tenant
+        self.request = route_request(
+            self.exchange.request_id.decode("latin-1"), self._resolved, found, estimated, tenant
         )
-        wait_s = self._gate.charge(self._request.prompt_tokens, now_s)
+        if self.router.rooms is not None and isinstance(found, Prompt):
+            head = head_hash(found.head)
+            self.request = msgspec.structs.replace(self.request, head=head)
+        wait_s = self._gate.charge(self.request.prompt_tokens, now_s)
         return None if wait_s is None else refusals.too_fast(tenant, wait_s)
+
+    # --- while it waits
+
+    @property
+    def served(self) -> ServedModel:
+        """The model that it is for."""
+        return self._resolved.served
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose it is."""
+        return self._gate.tenant
+
+    @property
+    def endpoint_name(self) -> str:
+        """What it asks for."""
+        return self._endpoint.name
+
+    def left(self) -> None:
+        """End: the client has left while this waited."""
+        self._gate.settle(-self.request.prompt_tokens)
+        self._end("client_gone", 0, time.monotonic())
+
+    def become(self, model: str, body: bytes) -> bool:
+        """Begin anew as a request for another model; False if that cannot be."""
+        resolved = self.router.directory.resolve(model)
+        if resolved is None:
+            return False
+        parsed, _ = read_body(self._endpoint, body)
+        self._gate.settle(-self.request.prompt_tokens)
+        self.exchange.body = body
+        self._resolved = resolved
+        self.start(Asked(parsed, len(body), is_heavy(body)))
+        return True
 
     # --- the decision
 
     def _decide(self, now_s: float) -> Instance | None:
         """Choose an instance and book the request on it."""
-        router, served = self._router, self._resolved.served
+        router, served = self.router, self._resolved.served
         requests = served.plane.requests
         began_s = time.perf_counter()
-        decision = requests.decide(self._request, now_s)
+        decision = requests.decide(self.request, now_s)
         if decision is None:
             return None
         decide_s = time.perf_counter() - began_s
@@ -179,7 +246,10 @@ class Routing:
             attempt=self._attempt,
             decide_s=decide_s,
             tokenize_s=self._read_s,
+            queue_s=0.0 if self.wait is None else self.wait.waited_s,
         )
+        if self.wait is not None:
+            self.wait.sent(decision, now_s)
         if self.trace is not None:
             self.trace.decided(now_s, decide_s, self._read_s, decision)
         instance = decision.instance
@@ -198,10 +268,12 @@ class Routing:
             return None
         now_s = time.monotonic()
         self._finish_ticket("retried", 0, now_s, NO_USAGE)
+        if self.wait is not None:
+            self.wait.failed(now_s)
         self._attempt = attempt
-        degraded = "retries" if attempt > RETRIES_MAX else self._request.by_load
-        self._request = msgspec.structs.replace(self._request, tried=self._tried, by_load=degraded)
-        self._router.metrics.retried(reason)
+        degraded = "retries" if attempt > RETRIES_MAX else self.request.by_load
+        self.request = msgspec.structs.replace(self.request, tried=self._tried, by_load=degraded)
+        self.router.metrics.retried(reason)
         instance = self._decide(now_s)
         return None if instance is None else self._key_of(instance)
 
@@ -214,14 +286,16 @@ class Routing:
         """Prefill is done, unless this API's streams begin with a greeting."""
         if self._endpoint.opens_early:
             return
-        self._ttft_s = now_s - self._started_s
+        self._ttft_s = now_s - self.started_s
+        if self.wait is not None:
+            self.wait.computed(now_s)
         if self._ticket is not None:
             self._resolved.served.plane.requests.first_byte(self._ticket, self._ttft_s)
-            self._router.told()
+            self.router.told()
 
     def on_attempt_end(self, key: Hashable, outcome: Outcome, status: int, now_s: float) -> None:
         """Let the instance's breaker learn from an attempt."""
-        self._router.instances.ended(self._resolved.served, key, outcome, status, now_s)
+        self.router.instances.ended(self._resolved.served, key, outcome, status, now_s)
 
     def on_end(
         self, outcome: Outcome, status: int, body_bytes: int, now_s: float, usage_tail: bytes
@@ -239,33 +313,33 @@ class Routing:
     ) -> None:
         """Charge the tenant for the answer, or give back what was charged for the prompt."""
         if status >= 400 or outcome == "upstream_error":
-            self._gate.settle(-self._request.prompt_tokens)
+            self._gate.settle(-self.request.prompt_tokens)
             return
         output = usage.output_tokens
         if output is None:
             output = estimate_output_tokens(tail, body_bytes)
         if usage.prompt_tokens is not None:
-            output += usage.prompt_tokens - self._request.prompt_tokens  # which may be an estimate
+            output += usage.prompt_tokens - self.request.prompt_tokens  # which may be an estimate
         self._gate.settle(output)
 
     # --- the end
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answer with an error of our own."""
-        self._router.metrics.rejected(refusal.reason)
-        refusals.answer(self._exchange, refusal, self._endpoint.form)
+        self.router.metrics.rejected(refusal.reason)
+        refusals.answer(self.exchange, refusal, self._endpoint.form)
         self._end(f"rejected:{refusal.reason}", refusal.status, time.monotonic())
 
     def _crashed(self) -> None:
         """Log the exception that is being handled, and let the client know."""
-        logger.exception("request %r could not be routed", self._exchange.request_id)
+        logger.exception("request %r could not be routed", self.exchange.request_id)
         if self._over:
             return
         self._finish_ticket("upstream_error", 0, time.monotonic(), NO_USAGE)
-        if self._exchange.state is State.OPEN:
+        if self.exchange.state is State.OPEN:
             self._refuse(refusals.CRASHED)
         else:
-            self._exchange.abort()
+            self.exchange.abort()
             self._end("crashed", 0, time.monotonic())
 
     def _end(self, outcome: str, status: int, now_s: float, usage: Usage = NO_USAGE) -> None:
@@ -273,23 +347,26 @@ class Routing:
         if self._over:
             return
         self._over = True
-        router, ticket = self._router, self._ticket
-        duration_s = now_s - self._started_s
+        router, ticket = self.router, self._ticket
+        duration_s = now_s - self.started_s
         self._finish_ticket(outcome, status, now_s, usage)
+        if self.wait is not None:
+            good = outcome == "ok" and status < 400
+            self.wait.ended(good, self._attempt, self._ttft_s, now_s)
         model, tenant = self._resolved.served.model, self._gate.tenant.name
         router.metrics.ended(model, self._endpoint.name, tenant, outcome, status)
         if ticket is None:
             self._gate.leave()
         else:
             self._gate.leave(duration_s)
-            tokens = self._request.prompt_tokens
+            tokens = self.request.prompt_tokens
             router.metrics.served(tenant, duration_s, self._ttft_s, tokens, usage)
         if router.access_log is not None or self.trace is not None:
             self._write_down(self._entry(outcome, status, duration_s, ticket, usage), now_s)
 
     def _write_down(self, entry: Entry, now_s: float) -> None:
         """Give what is to be told of this request to whoever wants it."""
-        router = self._router
+        router = self.router
         if router.access_log is not None:
             router.access_log.add(entry)
         if router.tracer is not None and self.trace is not None:
@@ -302,7 +379,7 @@ class Routing:
         known = ticket is not None
         return Entry(
             ts=round(time.time(), 3),
-            request_id=self._exchange.request_id.decode("latin-1"),
+            request_id=self.exchange.request_id.decode("latin-1"),
             tenant=self._gate.tenant.name,
             model=self._resolved.served.model,
             endpoint=self._endpoint.name,
@@ -310,13 +387,14 @@ class Routing:
             outcome=outcome,
             instance=ticket.decision.instance.record.instance_id if ticket is not None else "",
             attempts=self._attempt + 1 if known else 0,
-            exact=known and self._request.exact,
-            prompt_tokens=self._request.prompt_tokens if known else 0,
+            exact=known and self.request.exact,
+            prompt_tokens=self.request.prompt_tokens if known else 0,
             hit_tokens=ticket.decision.hit if ticket is not None else 0,
             cached_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens,
             ttft_s=None if self._ttft_s is None else round(self._ttft_s, 6),
             duration_s=round(duration_s, 6),
+            queue_s=0.0 if self.wait is None else round(self.wait.waited_s, 6),
         )
 
     def _finish_ticket(self, outcome: str, status: int, now_s: float, usage: Usage) -> None:
@@ -333,7 +411,7 @@ class Routing:
                 output_tokens=usage.output_tokens,
                 ttft_s=self._ttft_s,
             )
-            self._router.told()
+            self.router.told()
 
 
 def route_request(

@@ -18,6 +18,7 @@ from router import refusals
 from router.access import KEY_HEADERS, TENANT_HEADER, Access
 from router.access_log import AccessLog, Entry
 from router.big_bodies import BIG_BYTES, read_big, with_ids
+from router.budgets import BUDGET_HEADERS
 from router.config import RouterConfig
 from router.directory import Directory, Resolved, ServedModel
 from router.event_path import EventPath
@@ -40,6 +41,7 @@ from router.surface import (
 from router.tenant_gate import TenantGate
 from router.tenants import NOBODY, Tenant
 from router.upstream import UpstreamPool
+from router.waiting_rooms import WaitingRooms
 from schemas.codec import RemoteError
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class Router:
         access_log: gets a line for each request; None if there is no log.
         tracer: gets its spans; None if nobody collects them.
         router_id: this router's name on the bus.
+        rooms: where requests wait; None if they never do.
     """
 
     events: EventPath
@@ -89,8 +92,12 @@ class Router:
         self.access_log = access_log
         self.tracer = tracer
         self.instances = Instances(directory, pool, config.breaker, self._tell_breaker)
+        self.rooms: WaitingRooms | None = None
+        if config.queue is not None or config.coalesce is not None:
+            self.rooms = WaitingRooms(config, metrics)
         own_keys = access.asks_for_keys or bool(engine_key)
         dropped = (KEY_HEADERS if own_keys else frozenset()) | {TENANT_HEADER}
+        dropped |= BUDGET_HEADERS
         if tracer is not None:
             dropped |= {b"traceparent"}  # in place of which engines get this router's
         self._forwarder = Forwarder(pool, dropped_headers=dropped)
@@ -249,10 +256,19 @@ class Router:
 
     def forward(self, exchange: Exchange, key: Key, routing: Routing) -> None:
         """Send a request to an instance, and to others if that fails."""
-        lines, trace = self._engine_lines, routing.trace
+        lines, trace, note = self._engine_lines, routing.trace, b""
         if trace is not None:
             lines += trace.line
-        self._forwarder.forward(exchange, key, routing.next_upstream, routing, request_lines=lines)
+        if routing.wait is not None:
+            note = routing.wait.note
+        self._forwarder.forward(
+            exchange,
+            key,
+            routing.next_upstream,
+            routing,
+            request_lines=lines,
+            response_lines=note,
+        )
 
     def spawn(self, reading: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run what takes longer than a request may hold up the others."""
@@ -267,6 +283,8 @@ class Router:
 
     async def stop(self) -> None:
         """End what is still being read."""
+        if self.rooms is not None:
+            self.rooms.stop()
         for task in list(self._reading):
             task.cancel()
         await asyncio.gather(*self._reading, return_exceptions=True)

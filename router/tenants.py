@@ -12,6 +12,10 @@ The file is TOML; every field may be left out:
     weight = 1.0               # share of the queue
     ttft_budget_s = 2.0        # what its requests may take
     total_budget_s = 60.0
+    degrade = "reject"         # what would miss that: reject, best_effort, shorten, other_model
+    degrade_max_tokens = 256   # with shorten: as long as such an answer may be
+    degrade_model = "small"    # with other_model: who answers instead
+    isolated = false           # its requests never share a place in the queue with others'
     trusted = false            # may name another tenant in X-Multiplane-Tenant
 
 A table named `default` is for callers without a tenant of their own: everybody, where no API keys
@@ -21,7 +25,7 @@ are configured.
 from __future__ import annotations
 
 import tomllib
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -30,6 +34,7 @@ TENANTS_MAX: Final = 1024
 """Tenants are metric labels, and label sets are bounded."""
 
 _Above = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+Degrade = Literal["reject", "best_effort", "shorten", "other_model"]
 _Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]
 
 
@@ -50,6 +55,10 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight: _Above = 1.0
     ttft_budget_s: _Above | None = None
     total_budget_s: _Above | None = None
+    degrade: Degrade = "reject"
+    degrade_max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    degrade_model: str = ""
+    isolated: bool = False
     trusted: bool = False
 
     @property
@@ -100,4 +109,12 @@ def _tenant(name: str, table: object) -> Tenant:
         raise ConfigError(f"[tenants.{name}]: {error}") from error
     if tenant.tokens_burst is not None and tenant.tokens_per_s is None:
         raise ConfigError(f"[tenants.{name}]: tokens_burst needs tokens_per_s")
+    if (tenant.degrade == "shorten") != (tenant.degrade_max_tokens is not None):
+        raise ConfigError(
+            f'[tenants.{name}]: degrade = "shorten" and degrade_max_tokens go together'
+        )
+    if (tenant.degrade == "other_model") != bool(tenant.degrade_model):
+        raise ConfigError(
+            f'[tenants.{name}]: degrade = "other_model" and degrade_model go together'
+        )
     return tenant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from router.config import RouterConfig
 
 DECISION = "How it decides"
+WAITING = "Who waits, and how"
 CLIENTS = "Who may use it"
 PROCESS = "How it runs"
 
@@ -43,6 +44,47 @@ def router(
             min=1, help="Largest batch of an instance; no cap by default.", rich_help_panel=DECISION
         ),
     ] = None,
+    queue: Annotated[
+        Literal["fcfs", "edf", "klpm", "edf+klpm"] | None,
+        typer.Option(
+            help="Let requests wait, in this order, while every instance is at --batch-cap.",
+            rich_help_panel=WAITING,
+        ),
+    ] = None,
+    queue_k: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Of klpm: every k-th dispatch is the oldest's.", rich_help_panel=WAITING
+        ),
+    ] = 2,
+    queue_band_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Of edf+klpm: slack within which a longer prefix hit goes first.",
+            rich_help_panel=WAITING,
+        ),
+    ] = 0.25,
+    queue_requests_max: Annotated[
+        int,
+        typer.Option(min=1, help="Requests that may wait; 429 beyond.", rich_help_panel=WAITING),
+    ] = 1024,
+    queue_wait_s_max: Annotated[
+        float,
+        typer.Option(min=0.1, help="Nobody waits for longer.", rich_help_panel=WAITING),
+    ] = 60.0,
+    coalesce: Annotated[
+        bool,
+        typer.Option(
+            "--coalesce/--no-coalesce",
+            help="Let requests wait for a new prefix that another one is computing.",
+            rich_help_panel=WAITING,
+        ),
+    ] = False,
+    coalesce_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Shared tokens from which on that pays.", rich_help_panel=WAITING),
+    ] = 1024,
     stale_s: Annotated[
         float,
         typer.Option(
@@ -166,8 +208,10 @@ def router(
 
     Example: `multiplane router --nats nats://nats:4222 --port 8000`
     """
+    from controlplane.core.coalesce import CoalesceConfig
     from controlplane.core.plane import PlaneConfig
     from controlplane.core.policies import make_policy
+    from controlplane.core.queue_lines import QueueConfig
     from router.config import RouterConfig
     from router.limits import MIB, ServerLimits
 
@@ -184,6 +228,17 @@ def router(
         stale_s=stale_s,
         audit_candidates=audit_candidates,
     )
+    if queue is not None and batch_cap is None:
+        raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
+    queueing = None
+    if queue is not None:
+        queueing = QueueConfig(
+            queue,
+            queue_k,
+            queue_band_s,
+            requests_max=queue_requests_max,
+            wait_s_max=queue_wait_s_max,
+        )
     config = RouterConfig(
         bus_url=bus.url,
         bus_options=bus.options,
@@ -195,6 +250,8 @@ def router(
         reuse_port=reuse_port,
         plane=plane,
         server=ServerLimits(body_bytes_max=body_mib_max * MIB),
+        queue=queueing,
+        coalesce=CoalesceConfig(coalesce_tokens) if coalesce else None,
         stop_grace_s=stop_grace_s,
         access_log=access_log,
         otlp_endpoint=otlp_endpoint,

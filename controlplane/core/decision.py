@@ -28,6 +28,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
         alpha: the tenant's exponent of P.
         beta: the tenant's exponent of B + 1.
         tried: instances that already failed this request.
+        pinned: the instance that it should go to if that may get it; empty for no matter which.
+        head: hash of the first token ids, to be told; None where nobody asks for it.
     """
 
     request_id: str
@@ -41,6 +43,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     alpha: float = 1.0
     beta: float = 1.0
     tried: tuple[str, ...] = ()
+    pinned: str = ""
+    head: int | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -135,6 +135,7 @@ class Dispatcher:
             added(hits, promised),
             capable=fleet.capable(request.lora),
             cool=self._cool(request, hits),
+            pinned=self._pinned(request) if request.pinned else None,
             alpha=request.alpha,
             beta=request.beta,
         )
@@ -242,6 +243,24 @@ class Dispatcher:
                 cool = ~inside if cool is None else cool & ~inside
         return cool
 
+    def _pinned(self, request: RouteRequest) -> BoolArray | None:
+        """Return (rows,) the instance that a request is pinned to, alone; None if it has left."""
+        instance = self._fleet.get(request.pinned)
+        if instance is None:
+            return None
+        pinned: BoolArray = np.zeros(len(self._fleet), np.bool_)
+        pinned[instance.row] = True
+        return pinned
+
+    def best_hit(self, request: RouteRequest) -> int:
+        """Return the longest prefix of a prompt, in tokens, that any instance has or promises."""
+        if not len(self._fleet):
+            return 0
+        _, hits = self._hits(request)
+        promised = None if self.promises is None else self._promised(request, hits)
+        known = added(hits, promised)
+        return 0 if known is None else int(known.max())
+
     # --- booking
 
     def book(
@@ -302,6 +321,7 @@ class Dispatcher:
                 alpha=request.alpha,
                 beta=request.beta,
                 candidates=candidates,
+                head=request.head,
             )
         )
         return ticket

@@ -260,6 +260,11 @@ class Estimator:
             return "old"
         return "learnt"
 
+    def roughly(self) -> Service:
+        """Return what is expected of any request, by what was observed here."""
+        ttft, total = self.ttft_s, self.total_s
+        return Service(ttft.mean, ttft.high, total.mean, total.high)
+
     def predict(self, found: Sequence[Circumstances]) -> list[Service]:
         """Return what is expected of each; zeros while nothing was observed."""
         if self.source == "learnt" and found:
@@ -268,8 +273,7 @@ class Estimator:
                 self._tenants.clear()
             table = self.learnt.predict(rows_of(found, self._tenants))
             return [Service(*row) for row in table.tolist()]
-        ttft, total = self.ttft_s, self.total_s
-        return [Service(ttft.mean, ttft.high, total.mean, total.high)] * len(found)
+        return [self.roughly()] * len(found)
 
 
 def _age(model: LatencyModel) -> tuple[int, int]:

@@ -157,9 +157,12 @@ class AdmissionQueue:
 
     def restore(self, waiting: Waiting) -> None:
         """Give one that was taken, and could not be sent, its old place and its tenant's credit."""
+        self.put_back(waiting)
+        self._tenants[waiting.tenant].deficit += waiting.cost_tokens
+
+    def put_back(self, waiting: Waiting) -> None:
+        """Let one that was taken out wait on in its old place. O(n)."""
         self._insert(waiting)
-        tenant = self._tenants[waiting.tenant]
-        tenant.deficit += waiting.cost_tokens
         self._waiting = OrderedDict(sorted(self._waiting.items()))
 
     def cancel(self, waiting: Waiting) -> bool:

@@ -73,6 +73,7 @@ class Request(msgspec.Struct, gc=False):
             at `index.usable_blocks`; None where nothing is known.
         capable: (n,) instances that serve the request's model or adapter.
         cool: (n,) instances that no hotspot verdict forbids to the request's class.
+        pinned: (n,) the instance that has just computed the request's prefix.
         alpha: the tenant's exponent of P.
         beta: the tenant's exponent of B + 1.
     """
@@ -81,6 +82,7 @@ class Request(msgspec.Struct, gc=False):
     hit_tokens: IntArray | None = None
     capable: BoolArray | None = None
     cool: BoolArray | None = None
+    pinned: BoolArray | None = None
     alpha: float = 1.0
     beta: float = 1.0
 
@@ -180,6 +182,8 @@ def _filters(view: FleetView, request: Request) -> list[tuple[str, BoolArray]]:
         filters.append(("batch_cap", view.batch_size < view.batch_cap))
     if request.cool is not None:
         filters.append(("hotspot", request.cool))
+    if request.pinned is not None:
+        filters.append(("pinned", request.pinned))
     return filters
 
 

@@ -1,0 +1,77 @@
+"""Whether there is room for another request, and how busy the fleet is meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from controlplane.core.fleet import Fleet
+from controlplane.core.load import Ledger
+from controlplane.core.scoring import BoolArray, without_those_that_leave_nobody
+
+
+class FleetLoad:
+    """How busy the least busy instances are: what a request sent next would meet.
+
+    Attributes:
+        batch_size: of the instance with the smallest batch.
+        queued_tokens: prefill tokens of the one with the fewest.
+        kv_usage: mean share of blocks in use, of those that say.
+    """
+
+    __slots__ = ("batch_size", "kv_usage", "queued_tokens")
+
+    def __init__(self, batch_size: int, queued_tokens: int, kv_usage: float) -> None:
+        self.batch_size = batch_size
+        self.queued_tokens = queued_tokens
+        self.kv_usage = kv_usage
+
+
+class Room:
+    """The room in one model's fleet under a batch cap; callable with a lane, an adapter's name.
+
+    The same filters as a decision's, kind like those, so that a decision made when there is room
+    finds it.
+    """
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, batch_cap: int | None) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._batch_cap = batch_cap
+
+    def __call__(self, lane: Hashable) -> bool:
+        """Say whether an eligible instance is below its cap, or there is nobody to wait for."""
+        count = len(self._fleet)
+        if self._batch_cap is None or not count:
+            return True
+        below: BoolArray = self._ledger.batch[:count] < self._batch_cap
+        if not below.any():
+            return False
+        eligible = self._eligible(lane)
+        return bool(below.any() if eligible is None else (below & eligible).any())
+
+    def _eligible(self, lane: Hashable) -> BoolArray | None:
+        fleet = self._fleet
+        filters: list[tuple[str, BoolArray]] = [
+            ("health", fleet.healthy),
+            ("draining", fleet.ready),
+            ("blacklist", fleet.allowed),
+        ]
+        capable = fleet.capable(lane) if isinstance(lane, str) else None
+        if capable is not None:
+            filters.append(("model", capable))
+        return without_those_that_leave_nobody(filters)[0]
+
+    def load(self) -> FleetLoad:
+        """Return how busy the fleet is."""
+        count = len(self._fleet)
+        if not count:
+            return FleetLoad(0, 0, 0.0)
+        batch, queued = self._ledger.batch[:count], self._ledger.queued[:count]
+        usages = [i.load.kv_usage for i in self._fleet if i.load is not None]
+        return FleetLoad(
+            int(batch.min()),
+            max(int(queued.min()), 0),
+            float(np.mean(usages)) if usages else 0.0,
+        )
