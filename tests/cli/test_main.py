@@ -30,6 +30,8 @@ COMMANDS = (
         ("up --trace /nowhere", "--trace /nowhere"),
         ("up --engines 0", "--engines"),
         ("router --policy magic", "'magic' is not one of"),
+        ("router --queue lifo", "'lifo' is not one of 'fcfs'"),
+        ("router --queue edf", "--queue needs a --batch-cap"),
         ("router --port 70000", "--port"),
         ("router --admin-port -1", "--admin-port"),
         ("router --policy-option x", "--policy-option x: not NAME=NUMBER"),

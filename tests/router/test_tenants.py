@@ -21,6 +21,9 @@ def test_a_full_table_is_read() -> None:
         ttft_budget_s = 2.0
         total_budget_s = 60
         trusted = true
+        degrade = "shorten"
+        degrade_max_tokens = 64
+        isolated = true
 
         [tenants."team/b"]
         """
@@ -29,6 +32,7 @@ def test_a_full_table_is_read() -> None:
     assert (acme.name, acme.requests_max, acme.tokens_per_s) == ("acme", 64, 20_000.0)
     assert (acme.alpha, acme.beta, acme.weight, acme.trusted) == (1.5, 0.5, 2.0, True)
     assert (acme.ttft_budget_s, acme.total_budget_s) == (2.0, 60.0)
+    assert (acme.degrade, acme.degrade_max_tokens, acme.isolated) == ("shorten", 64, True)
     assert acme.burst == 200_000.0
     assert acme.may_use("fr")
     assert not acme.may_use("de")
@@ -51,6 +55,9 @@ def test_a_full_table_is_read() -> None:
         ("[tenants.a]\nalpha = -1.0", r"alpha"),
         ("[tenants.a]\nname = 'b'", "remove `name`"),
         ("[tenants.a]\ntokens_burst = 5.0", "tokens_burst needs tokens_per_s"),
+        ("[tenants.a]\ndegrade = 'sing'", r"degrade"),
+        ("[tenants.a]\ndegrade = 'shorten'", "degrade_max_tokens go together"),
+        ("[tenants.a]\ndegrade_model = 'b'", "degrade_model go together"),
         ("[tenants.'a b']", r"name"),
         ("\n".join(f"[tenants.t{n}]" for n in range(TENANTS_MAX + 1)), "at most"),
     ],
