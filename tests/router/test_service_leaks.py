@@ -13,6 +13,8 @@ import random
 
 import pytest
 
+from controlplane.core.coalesce import CoalesceConfig
+from controlplane.core.queue_lines import QueueConfig
 from schemas.bus import Finished, Routed
 from tests.router.fake_engine import Behaviour, Mode
 from tests.router.service_rig import MODEL, ServiceRig, chat, until
@@ -89,11 +91,15 @@ async def visits(rig: ServiceRig, chance: random.Random, count: int) -> None:
     await asyncio.gather(*(client() for _ in range(AT_ONCE)))
 
 
-@pytest.mark.parametrize("seed", [1])
-async def test_a_thousand_random_aborts_leave_nothing(seed: int) -> None:
-    """Bookings, tickets, calls, connections, tasks, prefix handles, tenants' places: all zero."""
+WAITING = {"queue": QueueConfig(wait_s_max=0.2), "coalesce": CoalesceConfig(32, 0.1)}
+
+
+@pytest.mark.parametrize(("seed", "waiting"), [(1, False), (2, True)])
+async def test_a_thousand_random_aborts_leave_nothing(seed: int, waiting: bool) -> None:
+    """Bookings, tickets, calls, connections, tasks, handles, tenants' places, queue: all zero."""
     chance = random.Random(seed)
-    async with ServiceRig() as rig:
+    rig = ServiceRig(WAITING, batch_cap=2) if waiting else ServiceRig()
+    async with rig:
         for name in "abc":
             await rig.instance(name)
         process = rig.process
@@ -109,8 +115,17 @@ async def test_a_thousand_random_aborts_leave_nothing(seed: int) -> None:
         await until(lambda: process._pool.calls_open == 0)
         await until(lambda: not process.router._reading)
         plane.ledger.check([])
+        if waiting:
+            assert process.router.rooms is not None
+            room = process.router.rooms.of(rig.served)
+            assert room.queue is not None
+            assert room.coalescer is not None
+            await until(lambda: not room._places and not len(room.coalescer))
+            room.queue.check()
+            room.coalescer.check()
+            assert sum(room.counts.values()) > 100, "many have waited"
         for name in rig.engines:
-            known = process._pool.get(name)
+            known = process._pool.get((MODEL, name))
             assert known is not None
             assert known.connections_open == known.connections_idle
         assert [gate.running for gate in process._access.gates] == [0]
