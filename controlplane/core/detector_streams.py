@@ -2,11 +2,17 @@
 
 Each router numbers its messages from 0 within an epoch. The bus may lose messages and, around a
 reconnection, repeat them; a request that counts twice would make its class look hotter than it is.
+One message with an absurd epoch or number makes all that follow look old: so many in a row are
+no repeats, and the router is heard anew.
 """
 
 from __future__ import annotations
 
 from schemas.bus import RouteBatch
+
+
+REPEATED_MAX = 256
+"""A bus repeats what was on its way around a reconnection: far fewer, and then there is news."""
 
 
 class RouterStreams:
@@ -23,21 +29,23 @@ class RouterStreams:
         self.routers_max = routers_max
         self.lost = 0
         self.repeated = 0
-        self._at: dict[str, tuple[int, int]] = {}
+        self._at: dict[str, tuple[int, int, int]] = {}  # epoch, seq, repeats in a row
 
     def __len__(self) -> int:
         return len(self._at)
 
     def is_new(self, batch: RouteBatch) -> bool:
         """Say whether a message counts, and remember it. O(1)."""
-        epoch, seq = self._at.pop(batch.router_id, (-1, -1))
+        epoch, seq, repeats = self._at.pop(batch.router_id, (-1, -1, 0))
         if (batch.epoch, batch.seq) <= (epoch, seq):
-            self._at[batch.router_id] = epoch, seq
-            self.repeated += 1
-            return False
+            if repeats < REPEATED_MAX:
+                self._at[batch.router_id] = epoch, seq, repeats + 1
+                self.repeated += 1
+                return False
+            epoch = -1
         if batch.epoch == epoch:
             self.lost += batch.seq - seq - 1
-        self._at[batch.router_id] = batch.epoch, batch.seq
+        self._at[batch.router_id] = batch.epoch, batch.seq, 0
         if len(self._at) > self.routers_max:
             del self._at[next(iter(self._at))]
         return True

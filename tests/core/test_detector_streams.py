@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controlplane.core.detector_streams import RouterStreams
+from controlplane.core.detector_streams import REPEATED_MAX, RouterStreams
 from schemas.bus import RouteBatch
 
 
@@ -41,3 +41,14 @@ def test_routers_are_told_apart_and_bounded() -> None:
         assert streams.is_new(_batch(name, 1, 10 + len(streams) + ord(name)))
         streams.is_new(_batch("a", 1, 0))
     assert len(streams) == 2
+
+
+def test_one_absurd_message_does_not_deafen_for_ever() -> None:
+    """What follows it looks old; so many old messages in a row are no repeats."""
+    for epoch, seq in ((10**12, 0), (1, 10**12)):
+        streams = RouterStreams()
+        assert streams.is_new(_batch("a", 1, 0))
+        assert streams.is_new(_batch("a", epoch, seq))
+        new = [streams.is_new(_batch("a", 1, 1 + number)) for number in range(REPEATED_MAX + 50)]
+        assert new == [False] * REPEATED_MAX + [True] * 50
+        assert streams.repeated == REPEATED_MAX
