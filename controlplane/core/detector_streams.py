@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from schemas.bus import RouteBatch
 
-
 REPEATED_MAX = 256
 """A bus repeats what was on its way around a reconnection: far fewer, and then there is news."""
 
