@@ -62,6 +62,10 @@ async def test_the_sidecar_starts_vllm_serves_it_and_ends_it(
             process.send_signal(signal.SIGTERM)
             status = await asyncio.wait_for(process.wait(), 60.0)
     assert status == 0, tail(tmp_path / "log")
+    said = (tmp_path / "log").read_text()
+    assert '"endpoint":"tcp://127.0.0.1:' in said, "its events stay on this machine"
+    assert "came by replay only" not in said, "and come as they happen"
+    assert "cannot be compared" not in said, "it said what it makes of a chat"
     assert not _processes_of(port)
 
 
