@@ -25,10 +25,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from controlplane.bus.protocol import Bus, BusError
+from controlplane.bus.protocol import Bucket, Bus, BusError
 from controlplane.bus.setup import create_missing
 from schemas import subjects
-from schemas.codec import encode
+from schemas.bus import decode_instance
+from schemas.codec import RemoteError, encode
 from sidecar.card_upload import CardUpload
 from sidecar.config import SidecarConfig
 from sidecar.discovery import EngineFacts, RankFacts, discover, names_of, refuse_others
@@ -36,6 +37,7 @@ from sidecar.engine_http import EngineError, EngineHttp, NotAnEngine
 from sidecar.feed import BlockFeed
 from sidecar.instance import Instance, State
 from sidecar.load import Load
+from sidecar.rivals import LOOK_S, Rivals
 from sidecar.zmq_source import SourceError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class SidecarService:
         state: see the module's theory of operation.
         instances: one for each rank; empty before the engine's facts are known.
         counts: engine_losses, engine_restarts, engine_stills, engine_errors, not_an_engine,
-            bus_errors, records, loads.
+            rivals, bus_errors, records, loads.
     """
 
     def __init__(self, config: SidecarConfig, bus: Bus) -> None:
@@ -74,7 +76,8 @@ class SidecarService:
         self._started_wall_s: float | None = None
         self._failures = 0
         self._look_again = self._stopping = self._ended = False
-        self._names_due_s = self._refusal_due_s = float("-inf")
+        self._names_due_s = self._refusal_due_s = self._rivals_due_s = float("-inf")
+        self._rivals = Rivals()
         self._create_due_s = float("-inf")
         bus.on_state(self._bus_state)
 
@@ -300,11 +303,29 @@ class SidecarService:
         if self.state == "starting":
             return
         bucket = await self._bus.bucket(subjects.INSTANCES)
+        if time.monotonic() >= self._rivals_due_s:
+            self._rivals_due_s = time.monotonic() + LOOK_S
+            await self._look_for_rivals(bucket)
         for instance in self.instances:
             record = instance.record(self.state, self.card.digest)
             self.card.block_size_is(record.block_size)
             await bucket.put(instance.key, encode(record))
+            self._rivals.said(record)
             self.counts["records"] += 1
+
+    async def _look_for_rivals(self, bucket: Bucket) -> None:
+        """Say it when another sidecar writes our records too. Raises BusError."""
+        for instance in self.instances:
+            entry = await bucket.get(instance.key)
+            try:
+                found = decode_instance(entry.value) if entry and entry.value else None
+            except RemoteError as error:
+                logger.warning("%s: unreadable record: %s", instance.instance_id, error)
+                continue
+            complaint = "" if found is None else self._rivals.look(found)
+            if complaint:
+                self.counts["rivals"] += 1
+                logger.error("%s", complaint)
 
     # --- load
 

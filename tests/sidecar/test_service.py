@@ -360,6 +360,28 @@ async def test_a_card_that_the_bus_lost_is_uploaded_again() -> None:
     await world.close()
 
 
+async def test_two_sidecars_with_one_id_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each names the other one's engine, once; one that comes back by itself is no rival."""
+    monkeypatch.setattr("sidecar.service.LOOK_S", 0.05)
+    world = MemoryWorld()
+    bus, other = await world.bus(), await world.bus()
+    async with serving() as client, serving() as second:
+        async with sidecar_of(client.url, bus) as service:
+            await eventually(lambda: service.counts["records"] > 3)
+            assert service.counts["rivals"] == 0
+            async with sidecar_of(second.url, other) as rival:
+                await eventually(lambda: service.counts["rivals"] and rival.counts["rivals"])
+        said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert any(f"at {second.url}, speaks for i-1 too" in line for line in said)
+        assert any("--instance-id" in line for line in said)
+        async with sidecar_of(client.url, bus) as service:
+            await eventually(lambda: service.counts["records"] > 3)
+            assert service.counts["rivals"] == 0
+    await world.close()
+
+
 @pytest.mark.parametrize("server", ["multiplane", "uvicorn"])
 async def test_what_is_no_engine_is_not_registered(
     server: str, caplog: pytest.LogCaptureFixture
