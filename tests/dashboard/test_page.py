@@ -227,8 +227,9 @@ async def test_nothing_sticks_out_on_any_screen(page: Page, width: int, height: 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_texts_can_be_read_in_both_themes(page: Page, theme: str) -> None:
-    """Plain, muted, marked and warning texts have a contrast of at least 4.5."""
+    """Plain, muted, marked and warning texts, and those in cells, have a contrast of 4.5."""
     await page.theme(theme)
+    await page.until("document.querySelector('.cell')")
     ratios = await page.run(CONTRASTS)
     assert min(ratios.values()) >= 4.5, ratios
 
@@ -236,21 +237,31 @@ async def test_texts_can_be_read_in_both_themes(page: Page, theme: str) -> None:
 CONTRASTS = """(() => {
   const probe = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const light = (colour) => {
-    probe.fillStyle = colour; probe.fillRect(0, 0, 1, 1);
+    probe.fillStyle = colour; probe.fillRect(0, 0, 1, 1);  // over what was there
     const parts = [...probe.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => v / 255)
       .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
   };
   const style = getComputedStyle(document.documentElement);
+  const cell = document.querySelector('.cell');
+  cell.style.transition = 'none';
+  cell.style.setProperty('--v', 1);
+  const [ink, ground] = [cell, cell].map((node, which) =>
+    getComputedStyle(node)[which ? 'backgroundColor' : 'color']);
+  const small = Number(getComputedStyle(cell.querySelector('.note')).opacity);
   const value = (name) => light(style.getPropertyValue(name).trim());
   const pairs = [['--text', '--surface'], ['--text', '--bg'], ['--muted', '--surface'],
     ['--muted', '--bg'], ['--muted', '--sunken'], ['--accent', '--surface'],
     ['--accent', '--accent-soft'], ['--warm', '--warm-soft'], ['--bad', '--surface'],
     ['--text', '--cell']];
-  return Object.fromEntries(pairs.map(([front, back]) => {
-    const [a, b] = [value(front), value(back)].sort((x, y) => y - x);
-    return [`${front} on ${back}`, (a + 0.05) / (b + 0.05)];
-  }));
+  const ratio = (x, y) => (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+  const found = pairs.map(([front, back]) =>
+    [`${front} on ${back}`, ratio(value(front), value(back))]);
+  probe.globalAlpha = 1;
+  const under = light(ground);
+  probe.globalAlpha = small;
+  found.push(['small text on the fullest cell', ratio(light(ink), under)]);
+  return Object.fromEntries(found);
 })()"""
 
 

@@ -86,7 +86,7 @@ export class Fleet {
   arrange() {
     const names = [...this.cells.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
     this.box.append(...names.map((name) => this.cells.get(name).node));
-    this.box.dataset.form = FORMS.find(([most]) => names.length <= most)[1];
+    this.box.dataset.form = this.legend.dataset.form = FORMS.find(([most]) => names.length <= most)[1];
     this.count.textContent = names.length ? number(names.length) : "";
     this.box.dataset.empty = names.length === 0;
     if (!this.box.querySelector('[tabindex="0"]')) this.box.firstElementChild?.setAttribute("tabindex", "0");
@@ -111,7 +111,6 @@ export class Fleet {
     node.dataset.trust = values.trust;
     node.dataset.state = values.state;
     node.dataset.hot = values.hot;
-    node.dataset.deep = this.metric === "trust" || share < 0.6 ? 0 : share < 0.8 ? 1 : 2;
     const parts = node.children;
     set(parts[1], metric.show(values));
     set(parts[4], values.state === "ready" ? `${percent(values.hit)} hits` : values.state);
