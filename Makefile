@@ -45,6 +45,12 @@ peer-env: $(VENV)/.dev ## Build the environment with the peer's replayer, and pr
 sim: $(VENV)/.dev ## Run the simulated world once. SEED=7 repeats that run.
 	@$(BIN)/python -m tests.sim.run --seed $(or $(SEED),$(shell date +%s)) $(ARGS)
 
+soak: $(VENV)/.dev ## 100,000 mixed requests with aborts and failing engines; fails if anything grew. ARGS="--requests 5000" shortens it.
+	@$(BIN)/python -m bench.soak $(ARGS)
+
+bench: $(VENV)/.dev ## Compare with peers in one run. OF=proxy, decision, tokens, memory or bus; ARGS="--json".
+	@$(BIN)/python -m bench.$(or $(OF),proxy) $(ARGS)
+
 check: $(VENV)/.dev ## Formatting, lint and types, as CI runs them.
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .

@@ -178,3 +178,5 @@ class Engines:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
