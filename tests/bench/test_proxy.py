@@ -31,11 +31,10 @@ async def test_the_whole_router_is_measured_over_nats() -> None:
 @pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(shutil.which("haproxy") is None, reason="no haproxy here")
 def test_the_command_compares_with_what_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its output is one JSON document, and its status says whether a bar was missed."""
+    """It prints one JSON document; its status tells of missed bars, and of nothing to compare."""
     monkeypatch.setattr(proxy, "built_in_targets", lambda: (_without_rust(), ["rust: left out"]))
     monkeypatch.setattr("sys.argv", ["proxy", "--quick", "--json", "--rounds", "1"])
     with pytest.raises(SystemExit) as ended:
@@ -43,8 +42,10 @@ def test_the_command_compares_with_what_is_installed(
     document = json.loads(capsys.readouterr().out)
     assert document["ours"] == FULL.name
     assert document["missing"] == ["rust: left out"]
-    assert [bar["peer"] for bar in document["bars"]] == ["haproxy", "haproxy"]
-    assert ended.value.code == (0 if all(bar["met"] for bar in document["bars"]) else 1)
+    peers = ["haproxy"] * 2 if shutil.which("haproxy") else []
+    assert [bar["peer"] for bar in document["bars"]] == peers
+    judged = 0 if all(bar["met"] for bar in document["bars"]) else 1
+    assert ended.value.code == (judged if peers else 2)
 
 
 def _without_rust() -> list[proxy.Target]:
