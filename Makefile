@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-peer check format vllm-env peer-env sim clean
+.PHONY: help up test test-vllm test-peer test-docker wheels check format vllm-env peer-env sim clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,15 @@ vllm-env: ## Build the environment with real vLLM for the CPU, and print its int
 
 peer-env: $(VENV)/.dev ## Build the environment with the peer's replayer, and print its interpreter.
 	@$(BIN)/python -m bench.dynamo_env
+
+test-docker: $(VENV)/.dev wheels ## Run the tests on a Docker engine, which is installed and started if none answers (root).
+	@.ci/docker sh -ec '$(BIN)/python -m tests.deploy.base_images && $(PYTEST) -m docker $(ARGS)'
+
+wheels: $(VENV)/.dev ## Gather what the images install in deploy/wheels, for builds without a package index.
+	@$(BIN)/python -m pip download -q --disable-pip-version-check --dest deploy/wheels --no-deps \
+		--only-binary=:all: --python-version 3.11 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+		--require-hashes $(patsubst %,-r %,$(wildcard deploy/requirements*.lock))
+	@$(BIN)/python -m pip download -q --disable-pip-version-check --dest deploy/wheels --no-deps 'setuptools>=77'
 
 sim: $(VENV)/.dev ## Run the simulated world once. SEED=7 repeats that run.
 	@$(BIN)/python -m tests.sim.run --seed $(or $(SEED),$(shell date +%s)) $(ARGS)

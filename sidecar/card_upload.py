@@ -88,8 +88,7 @@ class CardUpload:
         while True:
             try:
                 objects = await self._bus.objects(subjects.MODELS)
-                if digest not in await objects.names():
-                    await objects.put(digest, data)
+                await objects.put(digest, data)  # it leaves alone what is there already
                 break
             except BusError as error:
                 logger.debug("model card: %s", error)

@@ -15,15 +15,18 @@ others. The list is TOML:
     name = "router-a"
     ids = ["router-a"]
 
+    [[router]]
+    name = "routers"            # replicas that share this account and make up their own ids
+
     [[service]]
     name = "detector"
     role = "detector"           # detector, predictor, auditor or operator
 
 What the permissions hold against: a sidecar speaks for its own instances only, a router for
-itself, an auditor for nobody. Answers cannot be read by others, since each member has an inbox of
-its own name. Who may both write to a stream and read it by a consumer could have its own words
-delivered under any subject, so no sidecar may create a consumer, and no router one on what it
-writes. An operator may do anything.
+itself (one without `ids` for any router), an auditor for nobody. Answers cannot be read by others,
+since each member has an inbox of its own name. Who may both write to a stream and read it by a
+consumer could have its own words delivered under any subject, so no sidecar may create a consumer,
+and no router one on what it writes. An operator may do anything.
 """
 
 from __future__ import annotations
@@ -60,10 +63,10 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A router host, and the ids of its router processes."""
+    """A router host, and the ids of its router processes; none listed: any, for replicas."""
 
     name: str
-    ids: list[str]
+    ids: list[str] = []
 
 
 class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,8 +138,7 @@ def _of_router(member: Router) -> Permissions:
         _obj(subjects.PREDICTORS),
     )
     publish = [*read, *_read_values(_kv(subjects.ROUTERS)), subjects.all_of("snapshot")]
-    for router_id in member.ids:
-        token = encode_token(router_id)
+    for token in map(encode_token, member.ids) if member.ids else ("*",):
         publish += [f"{subjects.PREFIX}.route.*.{token}", f"$KV.{subjects.ROUTERS}.*.{token}"]
     kinds = ("kv", "load", "route", "hotspot", "policy")
     return Permissions(tuple(publish), tuple(subjects.all_of(kind) for kind in kinds))
