@@ -12,6 +12,7 @@ from controlplane.bus.layout import layout
 from controlplane.bus.memory_bus import MemoryBus
 from controlplane.bus.protocol import Record
 from controlplane.bus.setup import ensure
+from tests.bus.container_nats import ContainerNats
 
 IN_MEMORY = layout(storage="memory", size=0.05)
 ON_DISK = layout(size=0.05)
@@ -106,9 +107,9 @@ class MemoryWorld:
 
 
 class NatsWorld:
-    """A real nats-server of this test's own."""
+    """A real nats-server of this test's own, a child of ours or in a container."""
 
-    def __init__(self, server: EmbeddedNats, *, shared: bool) -> None:
+    def __init__(self, server: EmbeddedNats | ContainerNats, *, shared: bool) -> None:
         self.server = server
         self.buses: list[NatsBus] = []
         self._shared = shared

