@@ -4,7 +4,7 @@
 set -eu
 test -r /etc/grafana/provisioning/datasources/prometheus.yaml
 test -r /etc/grafana/provisioning/dashboards/multiplane.yaml
-test -d /etc/multiplane/grafana
+test -r /var/lib/grafana/dashboards/multiplane.json
 touch /var/lib/grafana/grafana.db
 mkdir -p /tmp/www/api
 echo '{"database": "ok"}' > /tmp/www/api/health
