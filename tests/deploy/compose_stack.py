@@ -55,7 +55,7 @@ class ComposeStack:
             "GRAFANA_PORT": str(self.ports["grafana"]),
             "PIP_NO_INDEX": "1" if any((ROOT / "deploy" / "wheels").glob("*.whl")) else "",
         }
-        self._compose = DockerCompose(ROOT, build=True, wait=True)
+        self._compose = DockerCompose(ROOT, wait=True)
 
     @property
     def url(self) -> str:
@@ -69,6 +69,8 @@ class ComposeStack:
             AssertionError: something is not; holds what everybody said.
         """
         try:
+            for service in ("credentials", "predictor"):  # the second's begins as the first's
+                self.compose("build", service)
             self._compose.start()
         except subprocess.CalledProcessError as error:
             raise AssertionError(f"{self.compose('ps', '-a')}\n{self.logs()}") from error
