@@ -60,7 +60,7 @@ def replay(
         raise ValueError(f"{name}: no request has at most {tokens_max} tokens")
     with _without_gc():
         began_s = time.process_time()
-        world = _Replay(trace, spec, config, progress)
+        world = Replay(trace, spec, config, progress)
         world.run()
         return world.result(time.process_time() - began_s)
 
@@ -99,8 +99,14 @@ class _Open:
         self.ttft_s = -1.0
 
 
-class _Replay:
-    """One replay under way."""
+class Replay:
+    """One replay under way.
+
+    Attributes:
+        router_type: what its routers are; another in replays that look at them closely.
+    """
+
+    router_type: type[SimRouter] = SimRouter
 
     def __init__(
         self, trace: Trace, spec: PolicySpec, config: ReplayConfig, progress: Progress | None
@@ -150,7 +156,7 @@ class _Replay:
             lag_s = config.event_lag_s * (chance.uniform(0.5, 1.5) if several else 1.0)
             tell = self._told if several or config.detector else None
             routers.append(
-                SimRouter(position, self._spec, config, self._agenda, records, lag_s, tell)
+                self.router_type(position, self._spec, config, self._agenda, records, lag_s, tell)
             )
         return routers
 
