@@ -20,11 +20,14 @@ from urllib.parse import parse_qs
 import msgspec
 
 from controlplane.core.dispatch import Decision
+from controlplane.core.fleet import Fleet
+from router.absence import no_instance
 from router.http_exchange import JSON, Exchange, State
 from router.local_answers import PROBES
 from router.metrics import CONTENT_TYPE
 from router.prompt import Inexact, Prompt
 from router.reading import read
+from router.refusals import answer
 from router.routing import route_request
 from router.service import Router
 from router.surface import ENDPOINTS, Asked, Endpoint, estimate_tokens, read_body
@@ -116,6 +119,7 @@ class Admin:
             "seq": instance.follower.seq,
             "drained": instance.drained,
             "blacklisted": time.monotonic() < instance.blacklisted_until_s,
+            "kept_out_by": _kept_out_by(plane.fleet, row),
             "breaker_open": instance.breaker_open,
             "kv_usage": None if load is None else load.kv_usage,
             "running": None if load is None else load.running,
@@ -182,10 +186,22 @@ class Admin:
         decision = resolved.served.plane.requests.decide(request, time.monotonic())
         took_s = time.perf_counter() - began
         if decision is None:
-            exchange.respond_error(503, "service_unavailable", "no instance", code="no_instance")
+            answer(exchange, no_instance(resolved.served, resolved.lora))
             return
-        answer = _explanation(resolved.served.model, decision) | {"decide_s": took_s}
-        exchange.respond(200, (JSON,), msgspec.json.encode(answer))
+        explained = _explanation(resolved.served.model, decision) | {"decide_s": took_s}
+        exchange.respond(200, (JSON,), msgspec.json.encode(explained))
+
+
+def _kept_out_by(fleet: Fleet, row: int) -> list[str]:
+    """Return the filters that keep an instance from getting requests, whatever these ask for."""
+    drained = fleet.undrained is not None and not fleet.undrained[row]
+    passes = {
+        "drained": not drained,
+        "health": fleet.healthy[row],
+        "draining": fleet.ready[row],
+        "blacklist": fleet.allowed[row],
+    }
+    return [name for name, passed in passes.items() if not passed]
 
 
 def _override(override: PolicyOverride | None) -> dict[str, Any] | None:

@@ -54,6 +54,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
             the certificate are read anew when they change.
         tenants_path: file of tenants (`router.tenants`); empty if nobody has limits.
         engine_key_path: file with the engines' own API key; sent in place of the caller's.
+        cors_origins: origins whose pages may call from a browser; `*` for all.
         tls_cert_path: certificate chain for clients, PEM; empty for plain HTTP.
         tls_key_path: its private key, PEM.
     """
@@ -89,6 +90,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
     keys_path: str = ""
     tenants_path: str = ""
     engine_key_path: str = ""
+    cors_origins: tuple[str, ...] = ()
     tls_cert_path: str = ""
     tls_key_path: str = ""
 

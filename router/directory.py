@@ -84,6 +84,7 @@ class Directory:
     Attributes:
         models_max: models served at once; records of further ones are refused and counted.
         refused: records that were refused.
+        learning: what this router waits for before it takes requests; empty once it knows enough.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Directory:
     ) -> None:
         self.models_max = models_max
         self.refused = 0
+        self.learning = ""
         self._router_id = router_id
         self._epoch = epoch
         self._config = config
@@ -122,6 +124,8 @@ class Directory:
     @property
     def ready(self) -> bool:
         """Whether a request sent now would find an instance that takes it."""
+        if self.learning:
+            return False
         fleets = [served.plane.fleet for served in self._models.values()]
         return any((fleet.ready & fleet.healthy).any() for fleet in fleets)
 

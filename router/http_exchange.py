@@ -96,6 +96,7 @@ class Exchange:
         state: see the module's theory of operation.
         writable: False while the client has too many unsent bytes.
         draining: the server is stopping, so this answer is the connection's last.
+        cors_lines: header lines for the client's browser, each with its line end.
         write: sends the next bytes of a streamed answer; does nothing once the exchange is closed.
     """
 
@@ -106,6 +107,7 @@ class Exchange:
         "_request_id",
         "body",
         "client",
+        "cors_lines",
         "draining",
         "head",
         "state",
@@ -124,6 +126,7 @@ class Exchange:
         self.state = _OPEN
         self.writable = True
         self.draining = False
+        self.cors_lines = b""
         self.write = carrier.exchange_write  # itself, not a method around it: it runs per token
 
     @property
@@ -198,7 +201,7 @@ class Exchange:
 
         Args:
             status: the status code.
-            headers: header lines beyond the framing, Date and X-Request-Id, which are added.
+            headers: header lines beyond the framing, Server, Date and X-Request-Id.
             body: the whole body; not sent in answer to HEAD, though its length is.
 
         Raises:
@@ -209,9 +212,10 @@ class Exchange:
         lines = [b"%b: %b\r\n" % header for header in headers]
         framing = b"" if status in (204, 304) else b"content-length: %d\r\n" % len(body)
         payload = b"" if self.head.method == b"HEAD" or status in (204, 304) else body
-        head = b"%b%bdate: %b\r\nx-request-id: %b\r\n%b%b\r\n" % (
+        head = b"%b%b%bserver: multiplane\r\ndate: %b\r\nx-request-id: %b\r\n%b%b\r\n" % (
             status_line(status),
             b"".join(lines),
+            self.cors_lines,
             formatdate(usegmt=True).encode(),
             self.request_id,
             framing,

@@ -14,9 +14,13 @@ made good elsewhere. From the first byte on, bytes pass through as they come.
     4xx, at any time                                     passes through
     the client leaves, at any time                       the call is cancelled at once
 
-`next_upstream` is asked with attempt 1 and 2 for a retry, and with attempt 3 for the fallback, the
-last instance that will be tried. `Observer` hears of each attempt's end, of the first byte, and,
-exactly once whatever happens, of the request's end, in that order and always last.
+`next_upstream` is asked with the number of attempts that may have reached an engine: 1 and 2 for a
+retry, 3 for the fallback, the last instance that will be tried. An attempt of which nothing was
+sent (POOL_FULL, CONNECT_FAILED) is not among them: for up to `CONNECTING_S_MAX` in all, further
+instances are tried as long as `next_upstream` has any.
+
+`Observer` hears of each attempt's end, of the first byte, and, exactly once whatever happens, of
+the request's end, in that order and always last.
 
 A response is framed for the client as the engine framed it, except that an HTTP/1.0 client, which
 knows no chunks, gets their content and the connection's end. A body that only the engine's
@@ -31,6 +35,7 @@ import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol
 
+from router.cors import RESPONSE_HEADERS
 from router.http_chunks import ChunkScanner
 from router.http_exchange import connection_line
 from router.upstream_connection import ErrorKind
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRIES_MAX: Final = 2
+CONNECTING_S_MAX: Final = 10.0
+"""How long a request may look for an instance that takes connections: five that hang."""
 TAIL_BYTES_MAX: Final = 4096
 RETRY_AFTER_S: Final = 1.0
 
@@ -82,6 +89,8 @@ RETRYABLE: Final = frozenset(
     }
 )
 
+
+_UNSENT: Final = frozenset({Outcome.POOL_FULL, Outcome.CONNECT_FAILED})
 
 # What a client is told when nothing else can be tried.
 _ANSWERS: Final[dict[Outcome, tuple[int, str]]] = {
@@ -128,7 +137,7 @@ class Forwarder:
 
     Args:
         pool: the connections to the instances.
-        retries_max: instances tried after the first, before the fallback.
+        retries_max: further attempts that may reach an engine, before the fallback.
         dropped_headers: request headers that clients may not send to engines, in lower case.
         clock: monotonic seconds.
     """
@@ -164,7 +173,7 @@ class Forwarder:
             exchange: an open one; if its client is gone already, this ends at once.
             key: the first instance to try.
             next_upstream: asked for another instance as the module says, given the attempt's
-                number and why the last one failed; None gives up.
+                number, as the module counts them, and why the last one failed; None gives up.
             observer: see `Observer`.
             body: in place of the client's.
             request_lines: header lines to add for the engine, each with its `\r\n`.
@@ -200,6 +209,7 @@ class _Forward:
 
     __slots__ = (
         "_attempt",
+        "_begun_s",
         "_body",
         "_call",
         "_counted_bytes",
@@ -245,7 +255,8 @@ class _Forward:
         self._response_lines = response_lines
         self._first_byte_s = first_byte_s
         self._call: UpstreamCall | None = None
-        self._attempt = 0
+        self._attempt = 0  # how many may have reached an engine
+        self._begun_s = forwarder.clock()
         self._response: ResponseHead | None = None
         self._started = False
         self._framed = True
@@ -339,7 +350,10 @@ class _Forward:
 
     def _retry(self, reason: Outcome) -> bool:
         """Go on to another instance if there is one to be tried; say whether there is."""
-        self._attempt += 1
+        if reason not in _UNSENT:
+            self._attempt += 1
+        elif self._forwarder.clock() - self._begun_s > CONNECTING_S_MAX:
+            return False
         if self._attempt > self._forwarder.retries_max + 1:
             return False
         try:
@@ -424,6 +438,11 @@ class _Forward:
     def _response_head(self, response: ResponseHead) -> bytes:
         """Return the head for the client: the engine's, but for what ends at this hop."""
         exchange, lines = self._exchange, self._response_lines
+        forwarded = response.forwarded
+        if exchange.cors_lines:
+            lines += exchange.cors_lines
+            if not RESPONSE_HEADERS.isdisjoint(response.fields):
+                forwarded = _without(forwarded, RESPONSE_HEADERS)
         http11 = exchange.head.http11
         length = self._call.length if self._call is not None else None
         if length is not None:
@@ -437,7 +456,7 @@ class _Forward:
         if b"x-request-id" not in response.fields:
             lines += b"x-request-id: %b\r\n" % exchange.request_id
         return b"%b%b%b\r\n" % (
-            response.forwarded,
+            forwarded,
             lines,
             connection_line(http11, exchange.keep_alive and self._framed),
         )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from typing import Final
 from urllib.parse import unquote
 
 import msgspec
 
+from router.absence import unavailable
+from router.cors import Cors
 from router.directory import Directory, Resolved
 from router.http_exchange import JSON, Exchange
-from router.refusals import RETRY_AFTER_S, Refusal, answer, not_allowed, unknown_model
+from router.refusals import answer, not_allowed, unknown_model
 from router.tenants import Tenant
 
 MODELS: Final = b"/v1/models"
@@ -27,20 +30,28 @@ def ready(directory: Directory, exchange: Exchange) -> None:
     if directory.ready:
         exchange.respond(200, (JSON,), b'{"status":"ready"}')
         return
-    refusal = Refusal(
-        503,
-        "not_ready",
-        "no instance is ready",
-        "service_unavailable",
-        code="not_ready",
-        retry_after_s=RETRY_AFTER_S,
-    )
-    answer(exchange, refusal)
+    missing = directory.learning and f"this router has not learnt yet: {directory.learning}"
+    answer(exchange, unavailable("not_ready", missing or "no instance is ready"))
+
+
+def version(directory: Directory, exchange: Exchange) -> None:
+    """Answer GET /version: this is a router, and no engine."""
+    body = {"version": metadata.version("multiplane"), "server": "multiplane router"}
+    exchange.respond(200, (JSON,), msgspec.json.encode(body))
+
+
+def options(cors: Cors | None, exchange: Exchange) -> None:
+    """Answer OPTIONS, such as a browser's preflight, which brings no key."""
+    lines = [(b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
+    if cors is not None:
+        lines += cors.preflight(exchange)
+    exchange.respond(204, lines)
 
 
 PROBES: Final[dict[bytes, Callable[[Directory, Exchange], None]]] = {
     b"/health": health,
     b"/ready": ready,
+    b"/version": version,
 }
 """Paths that need no key."""
 
@@ -74,7 +85,7 @@ def _card(name: str, found: Resolved) -> dict[str, object]:
         "id": name,
         "object": "model",
         "created": 0,
-        "owned_by": "vllm",
+        "owned_by": "multiplane",
         "root": served.model,
         "parent": served.model if found.lora else None,
         "max_model_len": served.max_model_len,

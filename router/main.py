@@ -103,6 +103,7 @@ class RouterProcess:
         self._server = HttpServer(self.router, config.server)
         self._admin = HttpServer(Admin(self.router), config.server)
         self._watching: asyncio.Task[None] | None = None
+        self._learning: asyncio.Task[None] | None = None
         self._registration: Registration | None = None
         self._predicting: asyncio.Task[NoReturn] | None = None
         self._registering: asyncio.Task[NoReturn] | None = None
@@ -164,15 +165,31 @@ class RouterProcess:
         On a shared port that takes as long as the bus is away: whoever knows the instances answers
         meanwhile, and a router that does not would only refuse its share of the requests.
         """
-        config = self.config
-        while config.reuse_port and (problem := await self.events.synced(config.join_s_max)):
-            logger.warning(
-                "not listening on the shared port until the bus has told of instances: %s; is NATS "
-                "up, and `multiplane bus init` done?",
-                problem,
-            )
-        if not await self.events.caught_up(config.join_s_max if self._bus.connected else 0.0):
+        config, directory = self.config, self._directory
+        directory.learning = "the bus does not answer"
+        if self._bus.connected or config.reuse_port:
+            await self._learn_records(until_known=config.reuse_port)
+        if directory.learning:
+            logger.warning("refusing requests until the bus has told of instances")
+            self._learning = asyncio.create_task(self._learn_records(until_known=True))
+
+    async def _learn_records(self, *, until_known: bool) -> None:
+        """Learn which instances there are, and how to read prompts for them.
+
+        Args:
+            until_known: try again until the bus has told of instances.
+        """
+        within_s = self.config.join_s_max
+        while problem := await self.events.synced(within_s):
+            problem += "; is NATS up, and `multiplane bus init` done?"
+            self._directory.learning = problem
+            waits = "listening on the shared port" if self.config.reuse_port else "taking requests"
+            logger.warning("not %s until the bus has told of instances: %s", waits, problem)
+            if not until_known:
+                return
+        if not await self.events.caught_up(within_s):
             logger.warning("serving without having learnt all that the bus knows")
+        self._directory.learning = ""
 
     def _register(self) -> None:
         """Begin to tell where this router is."""
@@ -193,10 +210,9 @@ class RouterProcess:
         if self._registering is not None and self._registration is not None:
             self._registering.cancel()
             await self._registration.end()
-        if self._watching is not None:
-            self._watching.cancel()
-        if self._predicting is not None:
-            self._predicting.cancel()
+        for task in (self._watching, self._learning, self._predicting):
+            if task is not None:
+                task.cancel()
         await self._server.stop(grace_s=self.config.stop_grace_s)
         await self.router.stop()
         await self.events.stop()

@@ -83,16 +83,7 @@ def _body(refusal: Refusal, form: Form) -> bytes:
 
 
 def unknown_model(name: str, known: list[str]) -> Refusal:
-    """Refuse a request for a model that nobody serves."""
-    if not known:
-        return Refusal(
-            503,
-            "no_instance",
-            "no instance has registered yet; check that sidecars reach the same NATS",
-            "service_unavailable",
-            code="no_instance",
-            retry_after_s=RETRY_AFTER_S,
-        )
+    """Refuse a request for a model that nobody has ever served here."""
     if name:
         shown = name if len(name) <= 128 else name[:128] + "…"
         problem = f"the model {shown!r} does not exist"
@@ -101,21 +92,9 @@ def unknown_model(name: str, known: list[str]) -> Refusal:
     return Refusal(
         404,
         "unknown_model",
-        f"{problem}; there is {', '.join(known[:20])}",
+        f"{problem}; there is {', '.join(known[:20]) or 'none'}",
         code="model_not_found",
         param="model",
-    )
-
-
-def no_instance(model: str) -> Refusal:
-    """Refuse a request for a model whose instances are all gone."""
-    return Refusal(
-        503,
-        "no_instance",
-        f"no instance serves {model!r} at present",
-        "service_unavailable",
-        code="no_instance",
-        retry_after_s=RETRY_AFTER_S,
     )
 
 
@@ -149,6 +128,28 @@ def engine_only(path: str) -> Refusal:
         "engine_only",
         f"{path} is a matter of one engine; ask the engine itself, not the router",
         code="engine_only",
+    )
+
+
+def unknown_path(path: str) -> Refusal:
+    """Refuse a path that is none of an inference API."""
+    return Refusal(
+        404,
+        "unknown_path",
+        f"there is no {path[:128]} here; inference is under /v1/",
+        code="not_found",
+    )
+
+
+def loop(routers: int) -> Refusal:
+    """Refuse a request that goes in circles."""
+    return Refusal(
+        508,
+        "loop",
+        f"this request has passed through {routers} routers, this one perhaps among them: an "
+        "instance's url leads to a router; `multiplane instances` lists the urls",
+        "server_error",
+        code="loop_detected",
     )
 
 

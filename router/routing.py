@@ -24,6 +24,7 @@ from controlplane.core.dispatch import RouteRequest, Ticket
 from controlplane.core.fleet import Instance
 from controlplane.core.latency import head_hash
 from router import refusals
+from router.absence import no_instance
 from router.access_log import Entry
 from router.directory import Resolved, ServedModel
 from router.http_exchange import Exchange, State
@@ -156,7 +157,7 @@ class Routing:
         """Decide, and send to the instance that was chosen."""
         instance = self._decide(now_s)
         if instance is None:
-            self.refuse_admitted(refusals.no_instance(self._resolved.served.model))
+            self.refuse_admitted(no_instance(self._resolved.served, self._resolved.lora))
             return
         self.router.forward(self.exchange, self._key_of(instance), self)
 
@@ -263,16 +264,16 @@ class Routing:
         assert self._ticket is not None
         failed = self._ticket.decision.instance.record.instance_id
         self._tried = (*self._tried, failed)
-        fleet = self._resolved.served.plane.fleet
-        if all(instance.record.instance_id in self._tried for instance in fleet):
+        degraded = "retries" if attempt > RETRIES_MAX else self.request.by_load
+        request = msgspec.structs.replace(self.request, tried=self._tried, by_load=degraded)
+        if not self._resolved.served.plane.requests.may_retry(request):
             return None
+        self.request = request
         now_s = time.monotonic()
         self._finish_ticket("retried", 0, now_s, NO_USAGE)
         if self.wait is not None:
             self.wait.failed(now_s)
-        self._attempt = attempt
-        degraded = "retries" if attempt > RETRIES_MAX else self.request.by_load
-        self.request = msgspec.structs.replace(self.request, tried=self._tried, by_load=degraded)
+        self._attempt += 1
         self.router.metrics.retried(reason)
         instance = self._decide(now_s)
         return None if instance is None else self._key_of(instance)

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from router import refusals
+from router.absence import no_model, starting
 from router.access import KEY_HEADERS, TENANT_HEADER, Access
 from router.access_log import AccessLog, Entry
 from router.big_bodies import BIG_BYTES, read_big, with_ids
 from router.budgets import BUDGET_HEADERS
 from router.config import RouterConfig
+from router.cors import Cors
 from router.directory import Directory, Resolved, ServedModel
 from router.event_path import EventPath
 from router.http_exchange import Exchange
 from router.http_proxy import Forwarder
 from router.instances import Instances, Key
-from router.local_answers import PROBES, is_about_models, models
+from router.local_answers import PROBES, is_about_models, models, options
 from router.metrics import RequestMetrics
 from router.refusals import Refusal
 from router.routing import Routing
@@ -36,6 +39,7 @@ from router.surface import (
     Asked,
     Endpoint,
     is_heavy,
+    is_inference,
     read_body,
 )
 from router.tenant_gate import TenantGate
@@ -47,7 +51,12 @@ from schemas.codec import RemoteError
 if TYPE_CHECKING:
     from router.tracing import Tracer
 
+HOPS_HEADER: Final = b"x-multiplane-router"
+"""Which routers a request has passed through, so that one that goes in circles is noticed."""
+HOPS_MAX: Final = 4
+
 _GET: Final = (b"GET", b"HEAD")
+_NO_TOKEN: Final = re.compile(rb"[^A-Za-z0-9._-]")
 
 _Found = tuple[Resolved, Asked] | Refusal
 """What a request is for, and what it says; or why it is refused."""
@@ -96,39 +105,60 @@ class Router:
         if config.queue is not None or config.coalesce is not None:
             self.rooms = WaitingRooms(config, metrics)
         own_keys = access.asks_for_keys or bool(engine_key)
-        dropped = (KEY_HEADERS if own_keys else frozenset()) | {TENANT_HEADER}
+        dropped = (KEY_HEADERS if own_keys else frozenset()) | {TENANT_HEADER, HOPS_HEADER}
         dropped |= BUDGET_HEADERS
         if tracer is not None:
             dropped |= {b"traceparent"}  # in place of which engines get this router's
         self._forwarder = Forwarder(pool, dropped_headers=dropped)
-        self._engine_lines = (
-            b"authorization: Bearer %b\r\n" % engine_key.encode() if engine_key else b""
-        )
+        self._cors = Cors(config.cors_origins) if config.cors_origins else None
+        self._hop = _NO_TOKEN.sub(b"_", router_id.encode())
+        self._engine_lines = b"%b: %b\r\n" % (HOPS_HEADER, self._hop)
+        if engine_key:
+            self._engine_lines += b"authorization: Bearer %b\r\n" % engine_key.encode()
         self._reading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
     def handle(self, exchange: Exchange) -> None:
         """Take one request; see `router.http_server.Handler`."""
         path, method = exchange.path, exchange.method
+        if self._cors is not None:
+            self._cors.mark(exchange)
         if method in _GET and path in PROBES:
             PROBES[path](self.directory, exchange)
             return
+        if method == b"OPTIONS":
+            options(self._cors, exchange)
+            return
         endpoint = ENDPOINTS.get(path, PASS_THROUGH)
         caller = self.access.identify(exchange)
-        if method == b"OPTIONS":  # a browser's preflight, which brings no key
-            endpoint, caller = PASS_THROUGH, self.access.anybody
         if isinstance(caller, Refusal):
             self._refuse(exchange, endpoint, NOBODY, caller)
+            return
+        refusal = self._unfit(exchange, endpoint)
+        if refusal is not None:
+            self._refuse(exchange, endpoint, caller.tenant, refusal)
         elif method in _GET and is_about_models(path):
             models(self.directory, caller.tenant, exchange)
-        elif path in ENGINE_ONLY:
-            refusal = refusals.engine_only(path.decode("latin-1"))
-            self._refuse(exchange, endpoint, caller.tenant, refusal)
-        elif endpoint.decode is not None and method != b"POST":
-            refusal = refusals.only_post(path.decode("latin-1"))
-            self._refuse(exchange, endpoint, caller.tenant, refusal)
         else:
             self._route(exchange, endpoint, caller)
+
+    def _unfit(self, exchange: Exchange, endpoint: Endpoint) -> Refusal | None:
+        """Return why a request is none for this router, whatever its body says."""
+        path = exchange.path
+        if self.directory.learning:
+            return starting(self.directory.learning)
+        if endpoint.decode is not None:
+            if exchange.method != b"POST":
+                return refusals.only_post(path.decode("latin-1"))
+        elif path in ENGINE_ONLY:
+            return refusals.engine_only(path.decode("latin-1"))
+        elif not is_inference(path) and not is_about_models(path):
+            return refusals.unknown_path(path.decode("latin-1"))
+        hops = exchange.header(HOPS_HEADER)
+        passed = [] if hops is None else [hop.strip() for hop in hops.split(b",")]
+        if len(passed) >= HOPS_MAX or self._hop in passed:
+            return refusals.loop(len(passed))
+        return None
 
     def _route(self, exchange: Exchange, endpoint: Endpoint, gate: TenantGate) -> None:
         """Let a request in among its tenant's, find its model, and send it on its way."""
@@ -221,7 +251,8 @@ class Router:
         directory = self.directory
         resolved = directory.resolve(name) or (None if has_body else directory.some())
         if resolved is None:
-            return refusals.unknown_model(name, directory.names)
+            absent = no_model(directory, name, self.events.unusable)
+            return absent or refusals.unknown_model(name, directory.names)
         if not tenant.may_use(name or resolved.served.model):
             return refusals.not_allowed(f"tenant {tenant.name!r} may not use this model")
         return resolved
@@ -257,6 +288,9 @@ class Router:
     def forward(self, exchange: Exchange, key: Key, routing: Routing) -> None:
         """Send a request to an instance, and to others if that fails."""
         lines, trace, note = self._engine_lines, routing.trace, b""
+        hops = exchange.header(HOPS_HEADER)
+        if hops is not None:
+            lines = b"%b: %b, " % (HOPS_HEADER, hops) + lines.removeprefix(HOPS_HEADER + b": ")
         if trace is not None:
             lines += trace.line
         if routing.wait is not None:

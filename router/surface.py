@@ -2,8 +2,8 @@
 
 Bodies are only read here; they go to the engine byte for byte. Each kind of body ends up as a chat
 or a completion, as in vLLM itself, whose prompt the model's `PromptReader` knows how to tokenize.
-A path that is not listed is passed through and routed by load, so that an engine's newer endpoints
-work, and count, from the first day.
+A path under /v1/ that is not listed is passed through and routed by load, so that an engine's newer
+endpoints work, and count, from the first day. Nothing else is: engines have paths that change them.
 """
 
 from __future__ import annotations
@@ -110,6 +110,22 @@ ENGINE_ONLY: Final = frozenset(
     }
 )
 """Paths that concern the one engine asked, and mean nothing for a fleet: never passed through."""
+
+_INFERENCE: Final = frozenset(
+    {
+        *(b"/pooling", b"/classify", b"/invocations", b"/generative_scoring"),
+        *(b"/inference/v1/generate",),
+    }
+)
+_V1: Final = re.compile(rb"/v1(?:/[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*)+")
+"""Plain names only: nothing that another parser might take for a way out, such as `..` or `%2e`."""
+
+
+def is_inference(path: bytes) -> bool:
+    """Whether a path may be passed on to whichever engine is chosen."""
+    if path in ENGINE_ONLY:
+        return False
+    return path in ENDPOINTS or path in _INFERENCE or _V1.fullmatch(path) is not None
 
 
 class Asked(msgspec.Struct, frozen=True):

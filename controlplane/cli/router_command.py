@@ -123,6 +123,13 @@ def router(
             rich_help_panel=CLIENTS,
         ),
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages may call from a browser, `*` for all; repeatable.",
+            rich_help_panel=CLIENTS,
+        ),
+    ] = None,
     tls_cert: Annotated[
         Path | None,
         typer.Option(help="Serve TLS with this certificate chain (PEM).", rich_help_panel=CLIENTS),
@@ -259,6 +266,7 @@ def router(
         keys_path=_path(api_keys),
         tenants_path=_path(tenants),
         engine_key_path=_path(engine_key_file),
+        cors_origins=tuple(cors_origin or ()),
         tls_cert_path=_path(tls_cert),
         tls_key_path=_path(tls_key),
     )

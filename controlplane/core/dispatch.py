@@ -106,13 +106,13 @@ class Dispatcher:
     # --- deciding
 
     def decide(self, request: RouteRequest, now_s: float) -> Decision | None:
-        """Return where a request should go; None if the model has no instance.
+        """Return where a request should go; None if no instance may get it.
 
         Changes nothing but the rotation among equal scores.
         """
         fleet = self._fleet
         count = len(fleet)
-        if not count:
+        if not count or not self._anybody(request):
             return None
         policy, reason = self._policy_for(request, now_s)
         match, hits = self._hits(request)
@@ -120,12 +120,13 @@ class Dispatcher:
         batch = self._ledger.batch[:count]
         queued = self._ledger.queued[:count]
         context = self._ledger.context[:count]
-        barred = bool(request.tried) or fleet.bars_anybody
+        barred = fleet.bars_anybody
         view = FleetView(
             batch,
             queued,
             context,
-            healthy=self._healthy(request) if barred else None,
+            undrained=fleet.undrained,
+            healthy=fleet.healthy if barred else None,
             ready=fleet.ready if barred else None,
             allowed=fleet.allowed if barred else None,
             batch_cap=self.batch_cap,
@@ -134,6 +135,7 @@ class Dispatcher:
             request.prompt_tokens,
             added(hits, promised),
             capable=fleet.capable(request.lora),
+            untried=self._untried(request) if request.tried else None,
             cool=self._cool(request, hits),
             pinned=self._pinned(request) if request.pinned else None,
             alpha=request.alpha,
@@ -215,16 +217,32 @@ class Dispatcher:
                 promised[row] = more
         return promised
 
-    def _healthy(self, request: RouteRequest) -> BoolArray:
-        healthy = self._fleet.healthy
-        if not request.tried:
-            return healthy
-        healthy = healthy.copy()
+    def _anybody(self, request: RouteRequest) -> bool:
+        """Whether operators have left anybody who can serve a request."""
+        undrained = self._fleet.undrained
+        if undrained is None:
+            return True
+        capable = self._fleet.capable(request.lora)
+        if capable is None or not capable.any():
+            return bool(undrained.any())
+        return bool((undrained & capable).any())
+
+    def _untried(self, request: RouteRequest) -> BoolArray:
+        untried = np.ones(len(self._fleet), np.bool_)
         for instance_id in request.tried:
             instance = self._fleet.get(instance_id)
             if instance is not None:
-                healthy[instance.row] = False
-        return healthy
+                untried[instance.row] = False
+        return untried
+
+    def may_retry(self, request: RouteRequest) -> bool:
+        """Whether an instance is left that a request may go to and has not tried."""
+        untried, undrained = self._untried(request), self._fleet.undrained
+        capable = self._fleet.capable(request.lora)
+        for mask in (undrained, capable):
+            if mask is not None:
+                untried &= mask
+        return bool(untried.any())
 
     def _cool(self, request: RouteRequest, hits: IntArray | None) -> BoolArray | None:
         """Return (rows,) who is not kept from this request's classes; None if nobody is.

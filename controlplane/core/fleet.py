@@ -7,6 +7,7 @@ requests follows from these facts:
     healthy   the data plane finds that requests get through (the breaker is closed)
     ready     its record is `ready`, and no drain is in force
     allowed   no operator's blacklist is in force
+    drained   an operator said so: nothing new is sent there, even if that leaves nobody
     trusted   excludes nobody; it decides whether the block set counts
 
 Trust is `exact` or `resyncing` as its block stream says, and `stale` once nothing was heard of the
@@ -126,6 +127,7 @@ class Fleet:
         ready: (rows,) bool, likewise.
         allowed: (rows,) bool, likewise.
         trusted: (rows,) bool, likewise.
+        undrained: (rows,) bool, whom no operator drained; None if that is everybody.
         exact: (rows,) bool, whose block set is known to be the published one.
         epochs: (rows,) uint64, of the block streams; 0 before anything came.
         applied: (rows,) int64, batches of them that were applied: seq + 1.
@@ -155,6 +157,7 @@ class Fleet:
         self._slots: NDArray[np.int64] = np.full((tiers_max, 16), -1, np.int64)
         self._capable: dict[str, NDArray[np.bool_]] = {}
         self._barred: bool | None = None
+        self.undrained: NDArray[np.bool_] | None = None
         self._views()
 
     def __len__(self) -> int:
@@ -241,6 +244,11 @@ class Fleet:
             self._capable[lora] = mask
         return mask
 
+    def drains_changed(self) -> None:
+        """Look anew for operators' drains. Call after one came or went."""
+        undrained = np.array([not instance.drained for instance in self._by_row], np.bool_)
+        self.undrained = None if undrained.all() else undrained
+
     def records_changed(self) -> None:
         """Forget what was derived from records. Call after replacing one."""
         self._capable.clear()
@@ -267,5 +275,6 @@ class Fleet:
         self.slots = self._slots[:, :rows]
         self.rows = tuple(self._by_row)
         self._barred = None
+        self.drains_changed()
         self.version += 1
         self._capable.clear()

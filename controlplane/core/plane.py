@@ -325,6 +325,7 @@ class Plane:
             return []
         instance.drain_revision = message.revision
         instance.drained = message.on
+        self.fleet.drains_changed()
         self.fleet.refresh(instance, now_s)
         return [Note("drain", message.instance_id, "on" if message.on else "off")]
 
@@ -377,7 +378,10 @@ class Plane:
             Note("router_silent", router_id, "its bookings no longer count")
             for router_id in self.ledger.expire_peers(now_s)
         ]
-        self.verdicts.expire(now_s)
+        effects += [
+            Note("hotspot_expired", ",".join(ended.instances), "its detector did not renew it")
+            for ended in self.verdicts.expire(now_s)
+        ]
         self.requests.expire(now_s)
         self.sweep()
         if now_s >= self._totals_due_s:

@@ -6,7 +6,8 @@
 
 Scores are float64: exact for products below 2^53 with α = β = 1, and never wrapping beyond. Equal
 scores rotate, so that a burst over idle instances spreads. Filters are kind: one that would leave
-nobody is ignored and named in the outcome.
+nobody is ignored and named in the outcome. (An operator's drain is not: where it leaves nobody,
+there is no decision to make, and the caller does not ask for one.)
 
 Source: LMetric (arXiv 2603.15202); the queue term and the +1 are in its released code.
 """
@@ -41,6 +42,7 @@ class FleetView(msgspec.Struct, gc=False):
         batch_size: (n,) B, requests assigned and unfinished.
         queued_tokens: (n,) queued prefill tokens; transiently negative values count as 0.
         context_tokens: (n,) prompt tokens of the unfinished requests (`dynamo_cost` uses it).
+        undrained: (n,) instances that no operator drained; at least one that is capable.
         healthy: (n,) instances that requests get through to.
         ready: (n,) instances that are not draining.
         allowed: (n,) instances that no operator keeps requests away from.
@@ -52,6 +54,7 @@ class FleetView(msgspec.Struct, gc=False):
     batch_size: IntArray
     queued_tokens: IntArray
     context_tokens: IntArray
+    undrained: BoolArray | None = None
     healthy: BoolArray | None = None
     ready: BoolArray | None = None
     allowed: BoolArray | None = None
@@ -72,6 +75,7 @@ class Request(msgspec.Struct, gc=False):
         hit_tokens: (n,) tokens of the prompt that each instance has cached: whole blocks, capped
             at `index.usable_blocks`; None where nothing is known.
         capable: (n,) instances that serve the request's model or adapter.
+        untried: (n,) instances that have not failed this request yet.
         cool: (n,) instances that no hotspot verdict forbids to the request's class.
         pinned: (n,) the instance that has just computed the request's prefix.
         alpha: the tenant's exponent of P.
@@ -81,6 +85,7 @@ class Request(msgspec.Struct, gc=False):
     prompt_tokens: int
     hit_tokens: IntArray | None = None
     capable: BoolArray | None = None
+    untried: BoolArray | None = None
     cool: BoolArray | None = None
     pinned: BoolArray | None = None
     alpha: float = 1.0
@@ -170,14 +175,18 @@ def without_those_that_leave_nobody(
 def _filters(view: FleetView, request: Request) -> list[tuple[str, BoolArray]]:
     """Return the filters in force, most compelling first."""
     filters: list[tuple[str, BoolArray]] = []
+    if view.undrained is not None:
+        filters.append(("drained", view.undrained))
+    if request.capable is not None:
+        filters.append(("model", request.capable))
+    if request.untried is not None:
+        filters.append(("tried", request.untried))
     if view.healthy is not None:
         filters.append(("health", view.healthy))
     if view.ready is not None:
         filters.append(("draining", view.ready))
     if view.allowed is not None:
         filters.append(("blacklist", view.allowed))
-    if request.capable is not None:
-        filters.append(("model", request.capable))
     if view.batch_cap is not None and view.batch_size[view.batch_size.argmax()] >= view.batch_cap:
         filters.append(("batch_cap", view.batch_size < view.batch_cap))
     if request.cool is not None:

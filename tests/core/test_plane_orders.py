@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from controlplane.core.effects import Alarm
-from controlplane.core.events import Tick
+from controlplane.core.effects import Alarm, Note
+from controlplane.core.events import BreakerState, InstanceGone, Tick
 from controlplane.core.plane import Plane
 from schemas.bus import (
     Blacklist,
@@ -12,7 +12,7 @@ from schemas.bus import (
     HotspotRaised,
     PolicyOverride,
 )
-from tests.core.plane_helpers import Publisher, plane, prompt, request
+from tests.core.plane_helpers import Publisher, plane, prompt, record, request
 
 
 def _pick(made: Plane, hashes: list[int], now_s: float = 1.0, **fields: object) -> str:
@@ -34,13 +34,61 @@ def test_draining_keeps_new_requests_away_and_off_takes_them_back() -> None:
 
 
 def test_the_last_instance_is_never_filtered_away() -> None:
-    """Draining everybody is ignored and named, so that requests still get through."""
+    """Blacklisting everybody is ignored and named, so that requests still get through."""
     made = plane("a")
-    made.handle(Drain("a", True, 1, 0.0), 0.0)
+    made.handle(Blacklist("a", True, 1, 0.0), 0.0)
     decision = made.requests.decide(request(prompt(1)), 0.0)
     assert decision is not None
-    assert decision.choice.ignored == ("draining",)
-    assert decision.reason == "ignored:draining"
+    assert decision.reason == "ignored:blacklist"
+    made.requests.book(decision, 0.0, 0.0)
+    assert made.requests.counts["ignored:blacklist"] == 1
+
+
+def test_who_is_drained_gets_nothing_even_if_that_leaves_nobody() -> None:
+    """An operator who drains all instances is obeyed, until one is taken back."""
+    made = plane("a", "b")
+    made.handle(BreakerState("b", open=True), 0.0)
+    made.handle(Drain("a", True, 1, 0.0), 0.0)
+    assert _pick(made, prompt(1)) == "b"  # whose breaker is open, but who is not drained
+    made.handle(Drain("b", True, 1, 0.0), 0.0)
+    assert made.requests.decide(request(prompt(1)), 0.0) is None
+    made.handle(Drain("a", False, 2, 0.0), 0.0)
+    assert _pick(made, prompt(1)) == "a"
+
+
+def test_a_drain_of_all_that_have_an_adapter_is_obeyed_too() -> None:
+    """The others could not serve it."""
+    made = plane("a", "b")
+    made.handle(record("b", loras=["fr"]), 0.0)
+    made.handle(Drain("b", True, 1, 0.0), 0.0)
+    assert made.requests.decide(request(prompt(1), lora="fr"), 0.0) is None
+    assert _pick(made, prompt(1)) == "a"
+
+
+def test_a_drain_follows_its_instance_to_another_row() -> None:
+    """When an instance leaves, the last row takes its place, drain and all."""
+    made = plane("a", "b", "c")
+    made.handle(Drain("c", True, 1, 0.0), 0.0)
+    made.handle(InstanceGone("a"), 0.0)
+    assert {_pick(made, prompt(n)) for n in range(4)} == {"b"}
+
+
+def test_a_retry_goes_to_who_was_not_tried_whatever_else_speaks_against_it() -> None:
+    """Somebody whose breaker is open is better than who just failed; nobody tried is left out."""
+    made = plane("a", "b")
+    made.handle(BreakerState("b", open=True), 0.0)
+    assert _pick(made, prompt(1), tried=("a",)) == "b"
+    assert made.requests.may_retry(request(prompt(1), tried=("a",)))
+    made.handle(Drain("b", True, 1, 0.0), 0.0)
+    assert not made.requests.may_retry(request(prompt(1), tried=("a",)))
+
+
+def test_a_hotspot_that_is_not_renewed_is_told_to_end() -> None:
+    """A silent detector's verdict runs out, and the log says so."""
+    made = plane("a", "b")
+    made.handle(HotspotRaised(1, 1, ["a"], 1, 0.0, 5.0), 0.0)
+    notes = [note for note in made.handle(Tick(), 6.0) if isinstance(note, Note)]
+    assert [note.instance_id for note in notes if note.kind == "hotspot_expired"] == ["a"]
 
 
 def test_a_blacklist_ends_by_itself() -> None:

@@ -7,7 +7,7 @@ from controlplane.core.policies import Multiplicative, RoundRobin
 from controlplane.core.scoring import Choice, FleetView, Request, decide, product
 from tests.models import naive_scoring
 
-FILTERS = ("health", "draining", "blacklist", "model", "batch_cap", "hotspot")
+FILTERS = ("model", "tried", "health", "draining", "blacklist", "batch_cap", "hotspot")
 
 
 def fleet(batch, queued=None, **restrictions) -> FleetView:
@@ -104,8 +104,9 @@ def test_each_filter_excludes_and_yields_when_it_would_exclude_all(name: str):
         asked = request(10)
         if name == "batch_cap":
             view = fleet(np.where(keep, 5, 6), [0, 1000], batch_cap=6)
-        elif name in ("model", "hotspot"):
-            asked = request(10, **{{"model": "capable", "hotspot": "cool"}[name]: keep})
+        elif name in ("model", "tried", "hotspot"):
+            field = {"model": "capable", "tried": "untried", "hotspot": "cool"}[name]
+            asked = request(10, **{field: keep})
         else:
             field = {"health": "healthy", "draining": "ready", "blacklist": "allowed"}[name]
             view = fleet([0, 5], **{field: keep})
@@ -139,20 +140,21 @@ masks_drawn = st.lists(st.booleans(), min_size=5, max_size=5)
         min_size=5,
         max_size=5,
     ),
-    keeps=st.lists(masks_drawn, min_size=6, max_size=6),
-    in_force=st.lists(st.booleans(), min_size=6, max_size=6),
+    keeps=st.lists(masks_drawn, min_size=7, max_size=7),
+    in_force=st.lists(st.booleans(), min_size=7, max_size=7),
     rotation=st.integers(0, 2**64),
 )
 def test_decisions_are_those_of_the_naive_twin(prompt, rows, keeps, in_force, rotation):
     """Arrays and plain integers agree on score, winner, ties and ignored filters."""
     queued, hits, batch = zip(*rows, strict=True)
     arrays = [np.array(keep) if on else None for keep, on in zip(keeps, in_force, strict=True)]
-    health, ready, allowed, model, cap, cool = arrays
+    model, untried, health, ready, allowed, cap, cool = arrays
     view = fleet(batch, queued, healthy=health, ready=ready, allowed=allowed)
     if cap is not None:
         view.batch_cap = 3
-        keeps[4] = [b < 3 for b in batch]
-    choice = choose(view, request(prompt, hits, capable=model, cool=cool), rotation)
+        keeps[5] = [b < 3 for b in batch]
+    asked = request(prompt, hits, capable=model, untried=untried, cool=cool)
+    choice = choose(view, asked, rotation)
     scores = naive_scoring.multiplicative(prompt, queued, hits, batch)
     named = [(name, keep) for name, keep, on in zip(FILTERS, keeps, in_force, strict=True) if on]
     assert choice.scores.tolist() == scores

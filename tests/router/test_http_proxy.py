@@ -238,7 +238,7 @@ async def test_unreachable_instance_is_made_good() -> None:
         await rig.engines[0].stop()
         answer, books = await ask(rig)
         assert answer.status == 200
-        assert books.asked == [(1, Outcome.CONNECT_FAILED)]
+        assert books.asked == [(0, Outcome.CONNECT_FAILED)]
 
 
 @on_uvloop
@@ -251,7 +251,7 @@ async def test_full_instance_is_made_good() -> None:
         await until(lambda: rig.engines[0].requests)
         answer, books = await ask(rig)
         assert answer.status == 200
-        assert books.asked == [(1, Outcome.POOL_FULL)]
+        assert books.asked == [(0, Outcome.POOL_FULL)]
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429])
@@ -274,6 +274,30 @@ async def test_two_retries_then_the_fallback_then_no_more() -> None:
         assert [engine.requests for engine in rig.engines] == [1, 1, 1, 1, 0, 0]
         assert (answer.status, answer.body) == (503, b"3")
         assert books.status == 503
+
+
+@on_uvloop
+async def test_instances_that_cannot_be_reached_do_not_count_as_retries() -> None:
+    """Nothing was sent to them, so the whole fleet is tried before the client hears of it."""
+    behaviours = [Behaviour(status=500), *[Behaviour()] * 7, Behaviour(body=b"here")]
+    async with Rig(*behaviours) as rig:
+        for engine in rig.engines[1:-1]:
+            await engine.stop()
+        answer, books = await ask(rig)
+        assert (answer.status, answer.body) == (200, b"here")
+        assert [attempt for attempt, _ in books.asked] == [1] * 8
+
+
+@on_uvloop
+async def test_looking_for_an_instance_takes_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After that the client is told, though there were more to try."""
+    monkeypatch.setattr("router.http_proxy.CONNECTING_S_MAX", -1.0)
+    async with Rig(Behaviour(), Behaviour()) as rig:
+        await rig.engines[0].stop()
+        answer, books = await ask(rig)
+        assert (answer.status, books.asked) == (502, [])
 
 
 FINAL = {

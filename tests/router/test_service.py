@@ -253,7 +253,7 @@ async def test_operators_see_what_they_said() -> None:
         explained = await rig.explain(chat("hi"))
         assert (explained["policy"], explained["pick"]) == ("linear", "c")
         barred = {c["instance"]: c["excluded_by"] for c in explained["candidates"]}
-        assert barred == {"a": ["draining"], "b": ["blacklist"], "c": []}
+        assert barred == {"a": ["drained", "draining"], "b": ["blacklist"], "c": []}
         await operator.policy(MODEL, "")
         await until(lambda: rig.served.plane.verdicts.policy(0.0) is None)
         (served,) = (await rig.http.get(f"{rig.admin}/debug/state"))["models"].values()
