@@ -112,7 +112,7 @@ class Dispatcher:
         """
         fleet = self._fleet
         count = len(fleet)
-        if not count or not self._anybody(request):
+        if not count or not fleet.leaves_anybody(request.lora):
             return None
         policy, reason = self._policy_for(request, now_s)
         match, hits = self._hits(request)
@@ -216,16 +216,6 @@ class Dispatcher:
                     promised = np.zeros(len(self._fleet), np.int64)
                 promised[row] = more
         return promised
-
-    def _anybody(self, request: RouteRequest) -> bool:
-        """Whether operators have left anybody who can serve a request."""
-        undrained = self._fleet.undrained
-        if undrained is None:
-            return True
-        capable = self._fleet.capable(request.lora)
-        if capable is None or not capable.any():
-            return bool(undrained.any())
-        return bool((undrained & capable).any())
 
     def _untried(self, request: RouteRequest) -> BoolArray:
         untried = np.ones(len(self._fleet), np.bool_)

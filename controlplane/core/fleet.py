@@ -244,6 +244,16 @@ class Fleet:
             self._capable[lora] = mask
         return mask
 
+    def leaves_anybody(self, lora: str | None) -> bool:
+        """Whether operators have left anybody who can serve the model, or an adapter of it."""
+        undrained = self.undrained
+        if undrained is None:
+            return True
+        capable = self.capable(lora)
+        if capable is None or not capable.any():
+            return bool(undrained.any())
+        return bool((undrained & capable).any())
+
     def drains_changed(self) -> None:
         """Look anew for operators' drains. Call after one came or went."""
         undrained = np.array([not instance.drained for instance in self._by_row], np.bool_)

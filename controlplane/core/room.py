@@ -43,24 +43,28 @@ class Room:
     def __call__(self, lane: Hashable) -> bool:
         """Say whether an eligible instance is below its cap, or there is nobody to wait for."""
         count = len(self._fleet)
-        if self._batch_cap is None or not count:
+        lora = lane if isinstance(lane, str) else None
+        if self._batch_cap is None or not count or not self._fleet.leaves_anybody(lora):
             return True
         below: BoolArray = self._ledger.batch[:count] < self._batch_cap
         if not below.any():
             return False
-        eligible = self._eligible(lane)
+        eligible = self._eligible(lora)
         return bool(below.any() if eligible is None else (below & eligible).any())
 
-    def _eligible(self, lane: Hashable) -> BoolArray | None:
+    def _eligible(self, lora: str | None) -> BoolArray | None:
         fleet = self._fleet
-        filters: list[tuple[str, BoolArray]] = [
+        filters: list[tuple[str, BoolArray]] = []
+        if fleet.undrained is not None:
+            filters.append(("drained", fleet.undrained))
+        capable = fleet.capable(lora)
+        if capable is not None:
+            filters.append(("model", capable))
+        filters += [
             ("health", fleet.healthy),
             ("draining", fleet.ready),
             ("blacklist", fleet.allowed),
         ]
-        capable = fleet.capable(lane) if isinstance(lane, str) else None
-        if capable is not None:
-            filters.append(("model", capable))
         return without_those_that_leave_nobody(filters)[0]
 
     def load(self) -> FleetLoad:

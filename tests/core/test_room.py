@@ -1,5 +1,5 @@
 from controlplane.core.room import Room
-from schemas.bus import LoadReport
+from schemas.bus import Drain, LoadReport
 from tests.core.plane_helpers import plane, prompt, record, request
 
 
@@ -39,6 +39,22 @@ def test_without_a_cap_or_a_fleet_there_is_nothing_to_wait_for() -> None:
     empty = plane()
     assert Room(empty.fleet, empty.ledger, 1)(None)
     assert Room(empty.fleet, empty.ledger, 1).load().batch_size == 0
+
+
+def test_nobody_waits_for_an_instance_that_is_drained() -> None:
+    """It is no room, however idle; where all are drained there is nothing to wait for."""
+    made = plane("a", "b")
+    room = Room(made.fleet, made.ledger, 1)
+    decision = made.requests.decide(request(prompt(1)), 0.0)
+    assert decision is not None
+    made.requests.book(decision, 0.0, 0.0)
+    busy = decision.instance.record.instance_id
+    (idle,) = {"a", "b"} - {busy}
+    assert room(None)
+    made.handle(Drain(idle, True, 1, 0.0), 0.0)
+    assert not room(None)
+    made.handle(Drain(busy, True, 1, 0.0), 0.0)
+    assert room(None)
 
 
 def test_the_load_is_what_the_next_request_would_meet() -> None:
