@@ -222,13 +222,13 @@ def queue_timeout(waited_s: float, wait_s: float) -> Refusal:
     )
 
 
-def too_late(over_s: float, wait_s: float) -> Refusal:
+def too_late(wait_s: float) -> Refusal:
     """Refuse a request that would miss its deadline."""
     return Refusal(
         503,
         "deadline",
-        f"this request would be answered {over_s:.1f} s after its deadline at the present load; "
-        "come back later, or give it a larger budget",
+        "at the present load this request cannot be expected to be answered by its deadline; come "
+        "back later, or give it a larger budget",
         "service_unavailable",
         code="deadline_unreachable",
         retry_after_s=wait_s,

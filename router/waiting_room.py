@@ -255,7 +255,7 @@ class WaitingRoom:
         elif how == "overdue":
             guest.refuse(refusals.queue_timeout(now_s - waiting.arrived_s, wait_s))
         else:
-            guest.refuse(refusals.too_late(now_s - waiting.hope_until_s, wait_s))
+            guest.refuse(refusals.too_late(wait_s))
 
     # --- leading
 
@@ -332,7 +332,8 @@ class WaitingRoom:
             waiting.payload.service = service
         for waiting in queue.expire(now_s):
             self._turn_away(waiting, "overdue", now_s)
-        for waiting in queue.hopeless(now_s, RETRIES):
+        # The last of its looks is when it would have to start.
+        for waiting in queue.hopeless(now_s + RETRIES * LOOK_S, RETRIES):
             self._degrade(waiting, now_s)
 
     def _circumstances(self, waiting: Waiting, busy: FleetLoad) -> Circumstances:

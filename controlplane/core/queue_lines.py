@@ -143,7 +143,8 @@ class Waiting:
     Attributes:
         number: place in the order of arrival.
         start_by_s: latest start that meets its deadlines with the predicted p99.
-        hope_until_s: latest start that meets them with the predicted mean.
+        hope_until_s: when it is given up: its latest start, or, if that was never to be met, the
+            latest start that meets its deadlines with the predicted mean.
         hit_tokens: the longest prefix that some instance has of it, as last looked.
         grouped_tokens: the prefix of it that one of its group has just had computed; it moves this
             one up, and counts as a hit nowhere.
@@ -212,7 +213,9 @@ class Waiting:
             return
         latest_s = min(self.ttft_by_s - service.ttft_p99_s, self.total_by_s - service.total_p99_s)
         self.start_by_s = max(self.arrived_s, latest_s)
-        self.hope_until_s = min(self.ttft_by_s - service.ttft_s, self.total_by_s - service.total_s)
+        if latest_s <= self.arrived_s:
+            latest_s = min(self.ttft_by_s - service.ttft_s, self.total_by_s - service.total_s)
+        self.hope_until_s = latest_s
 
     def give_up_deadline(self, patience_s: float) -> None:
         """Wait on without a budget. Only for one that is in no line."""

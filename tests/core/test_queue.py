@@ -178,16 +178,24 @@ def test_a_rate_needs_two_dispatches() -> None:
 
 
 def test_the_hopeless_are_given_up_after_two_more_looks() -> None:
-    """A request whose predicted mean no longer fits is looked at thrice before it goes."""
+    """A request whose latest start is over is looked at thrice before it goes."""
     queue = AdmissionQueue(QueueConfig("edf"))
-    one = add(queue, "x", ttft_by_s=1.0, service=Service(ttft_s=0.5, ttft_p99_s=0.9))
+    one = add(queue, "x", ttft_by_s=1.0, service=Service(ttft_s=0.2, ttft_p99_s=0.5))
     assert queue.hopeless(0.4, looks_max=2) == []
     assert queue.hopeless(0.6, looks_max=2) == []
-    queue.refresh([(one, Service(ttft_s=0.2, ttft_p99_s=0.3), 0)])
+    queue.refresh([(one, Service(ttft_s=0.1, ttft_p99_s=0.2), 0)])
     assert queue.hopeless(0.7, looks_max=2) == [], "there is hope again"
     assert queue.hopeless(0.9, looks_max=2) == []
     assert queue.hopeless(0.95, looks_max=2) == [one]
     assert not len(queue)
+
+
+def test_one_whose_p99_never_fits_hopes_for_the_mean() -> None:
+    """It is not refused at its coming because one of a hundred like it would be late."""
+    queue = AdmissionQueue(QueueConfig("edf"))
+    add(queue, "x", ttft_by_s=1.0, service=Service(ttft_s=0.3, ttft_p99_s=1.5))
+    assert queue.hopeless(0.6, looks_max=0) == []
+    assert len(queue.hopeless(0.75, looks_max=0)) == 1
 
 
 def test_nobody_waits_longer_than_the_bound() -> None:

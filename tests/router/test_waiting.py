@@ -224,7 +224,7 @@ async def test_a_trusted_caller_may_hurry(tmp_path: Path) -> None:
 
 
 async def test_what_would_be_late_is_refused_early(tmp_path: Path) -> None:
-    """After two more looks, with a message that says by how much; not at its deadline."""
+    """After two more looks, with a clear message; not at its deadline."""
     async with rig(QueueConfig("edf"), **files(tmp_path, urgent_s=0.16)) as plane:
         engine = await plane.instance("a", SLOW)
         engine.behaviour = SLOW
@@ -234,7 +234,7 @@ async def test_what_would_be_late_is_refused_early(tmp_path: Path) -> None:
         late = await sent(plane, "late", "urgent-key")
         status, headers, body = await late
         assert (status, body["error"]["code"]) == (503, "deadline_unreachable")
-        assert "after its deadline" in body["error"]["message"]
+        assert "by its deadline" in body["error"]["message"]
         assert int(headers["retry-after"]) >= 1
         first.cancel()
 
