@@ -12,7 +12,9 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane.bus import MemoryBroker
+from controlplane.core.coalesce import CoalesceConfig
 from controlplane.core.detector import DetectorConfig
+from controlplane.core.queue_lines import QueueConfig
 from controlplane.detector.config import DetectorServiceConfig
 from controlplane.detector.metrics import describe
 from controlplane.detector.service import DetectorService
@@ -83,8 +85,10 @@ async def router_metrics(folder: Path) -> list[Exported]:
         "tenants_path": str(tenants),
         "otlp_endpoint": "http://127.0.0.1:9",
         "otlp_share": 0.0,
+        "queue": QueueConfig("fcfs"),
+        "coalesce": CoalesceConfig(),
     }
-    async with ServiceRig(settings) as rig:
+    async with ServiceRig(settings, batch_cap=8) as rig:
         await rig.instance("a")
         await rig.chat("one two three")
         page = await fetch(f"{rig.admin}/metrics")

@@ -115,7 +115,7 @@ async def test_no_label_comes_from_a_request(metrics: list[Exported]) -> None:
         *("model", "instance", "tenant"),  # by configuration and the bus
         *("depth", "rank", "source", "time"),  # of hotspots and predictions: by the code
         *("endpoint", "event", "kind", "outcome", "policy", "reason", "state", "status"),
-        *("trust", "what"),
+        *("how", "trust", "what"),
     }
     used = {label for each in metrics for label in each.labels}
     assert used <= bounded, used - bounded
@@ -168,6 +168,7 @@ async def test_alarms_say_what_to_do() -> None:
     for wanted in (
         *("NoInstance", "NoRouter", "NoDetector", "BusLost", "BreakerOpen", "RequestsFail"),
         *("BlocksStale", "BlocksNeverExact", "ResyncStorm", "HitsBroken", "EngineHangs"),
+        *("QueueGivesUp", "QueueLong", "NoPredictor", "PredictionsOff"),
         *("Hotspot", "HotspotNotCured", "RoundRobin", "ScoresUneven", "RouterSlow"),
     ):
         assert f"Multiplane{wanted}" in alarms

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from controlplane.core.queue_lines import QueueConfig
 from router.access_log import Entry
 from router.tracing import Attempt, Trace, Tracer, stages, traces_url
 from tests.router.collector import Collector, said
@@ -86,6 +87,23 @@ async def test_every_attempt_is_told_and_what_fails_is_marked() -> None:
     assert said(waits[0])["multiplane.outcome"] == "retried"
     assert [said(span)["multiplane.attempt"] for span in waits] == [0, 1]
     assert collector.named("stream")[0].parent_span_id == own.span_id
+
+
+@pytest.mark.slow
+async def test_waiting_for_room_is_a_span_between_reading_and_deciding() -> None:
+    """As long as the request ahead of it took; that one has none."""
+    async with Collector() as collector:
+        settings = {"otlp_endpoint": collector.url, "queue": QueueConfig("fcfs")}
+        async with ServiceRig(settings, batch_cap=1) as rig:
+            await rig.instance("a", Behaviour(delay_s=0.2))
+            await asyncio.gather(send(rig), send(rig))
+            await until(lambda: len(collector.named("chat")) == 2)
+    (queue,) = collector.named("queue")
+    own = next(span for span in collector.named("chat") if span.span_id == queue.parent_span_id)
+    assert said(own)["multiplane.outcome"] == "ok"
+    assert queue.end_time_unix_nano - queue.start_time_unix_nano > 0.1e9
+    (decide,) = (span for span in collector.named("decide") if span.parent_span_id == own.span_id)
+    assert decide.start_time_unix_nano >= queue.end_time_unix_nano
 
 
 @pytest.mark.slow
