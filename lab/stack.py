@@ -44,6 +44,7 @@ class StackOptions(msgspec.Struct, frozen=True):
         nats_port: of the embedded one; 0 takes a free one.
         admin_port: for operators, of the first router; the next has the next one. 0: free ones.
         detector: start one.
+        predictor: start one.
         dashboard_port: start a dashboard there, 0 for a free port; None for no dashboard.
     """
 
@@ -58,6 +59,7 @@ class StackOptions(msgspec.Struct, frozen=True):
     nats_port: int = 0
     admin_port: int = 0
     detector: bool = False
+    predictor: bool = False
     dashboard_port: int | None = None
 
 
@@ -68,7 +70,7 @@ class LocalStack:
         fleet: the engines.
         sidecars: one for each engine.
         routers: the router processes.
-        services: the detector and the dashboard, where they are wanted.
+        services: the detector, the predictor and the dashboard, where they are wanted.
         port: for clients, once started.
     """
 
@@ -146,8 +148,9 @@ class LocalStack:
 
     def _start_services(self) -> list[Coroutine[Any, Any, None]]:
         """Make the services that are wanted; returns what starts them."""
-        if self.options.detector:
-            self.services.append(Child("detector", [*_multiplane("detector"), *self._bus_flags]))
+        for name in ("detector", "predictor"):
+            if getattr(self.options, name):
+                self.services.append(Child(name, [*_multiplane(name), *self._bus_flags]))
         if self.options.dashboard_port is not None:
             port = str(self.options.dashboard_port)
             command = [*_multiplane("dashboard"), *self._bus_flags, "--port", port]

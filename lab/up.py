@@ -74,6 +74,8 @@ async def up(options: UpOptions, console: Console) -> int:
                 break
             if number == 1:
                 greet(console, stack)
+            else:
+                console.print(f"started anew, with empty caches, under {policy}")
             async with _seen(stack) as view:
                 if not options.planned:
                     await _watch(options, stack, view, console, stop)

@@ -72,9 +72,15 @@ class _Progress:
 
     def _note(self) -> str:
         """Return what failed and how long it will take: the trace says when its last one is due."""
-        left_s = self._began_s + self._run.planned[-1].at_s - time.monotonic()
-        eta = f"{left_s:.0f} s left" if left_s > 0 else "waiting for the last answers"
-        return f"{self._failed:,} failed, {eta}"
+        now_s = time.monotonic()
+        left_s = self._began_s + self._run.planned[-1].at_s - now_s
+        if self._done == len(self._run.planned):
+            told = f"took {now_s - self._began_s:.0f} s"
+        elif left_s > 0:
+            told = f"{left_s:.0f} s left"
+        else:
+            told = "waiting for the last answers"
+        return f"{self._failed:,} failed, {told}"
 
 
 async def replay(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from controlplane.cli import lab_options as options
 from controlplane.cli.errors import UsageError
+from controlplane.cli.options import read_secret
 
 if TYPE_CHECKING:
     from lab.cache import Cache
@@ -142,7 +143,10 @@ def capacity(
     warm_up: options.WarmUp = 0.0,
     use_cache: options.UseCache = True,
 ) -> None:
-    """Find how many instances a service level needs, under each policy."""
+    """Find how many instances a service level needs, under each policy.
+
+    Example: `multiplane lab capacity sample --policies multiplicative,round_robin`
+    """
     from lab.replay_config import ReplayConfig
     from lab.replay_plan import Plan, parse_policies
 
@@ -222,12 +226,15 @@ def calibrate(
         int, typer.Option(min=2048, help="The engine's --max-num-batched-tokens.")
     ] = 8192,
 ) -> None:
-    """Fit a step-time profile to a running engine, for `lab replay --profile FILE`."""
+    """Fit a step-time profile to a running engine, for `lab replay --profile FILE`.
+
+    Example: `multiplane lab calibrate http://127.0.0.1:8100 --out mine.json`
+    """
     import asyncio
 
     from lab.calibrate import CalibrationError, Experiment, calibrate
 
-    key = "" if api_key_file is None else api_key_file.read_text().strip()
+    key = read_secret("--api-key-file", api_key_file) or ""
     lengths = tuple(n for n in Experiment().prompt_tokens if n <= budget)
     console = Console()
     try:
@@ -246,20 +253,22 @@ def calibrate(
 
 @app.command()
 def generate(
-    kind: Annotated[str, typer.Argument(help="chatbot, api, coder or agent.")],
+    kind: Annotated[
+        Literal["chatbot", "api", "coder", "agent"], typer.Argument(help="Whose traffic.")
+    ],
     out: Annotated[Path, typer.Option(help="File to write, in the Qwen-Bailian format.")],
     qps: Annotated[float, typer.Option(min=0.001, help="Mean requests a second.")] = 1.0,
     duration: Annotated[float, typer.Option(min=1.0, help="Seconds.")] = 600.0,
     seed: Annotated[int, typer.Option()] = 0,
     hotspot: options.HotspotShare = 0.0,
 ) -> None:
-    """Make up traffic and write it as a trace file; the same seed gives the same file."""
-    from lab.generators import KINDS
+    """Make up traffic and write it as a trace file; the same seed gives the same file.
+
+    Example: `multiplane lab generate chatbot --out trace.jsonl --qps 4`
+    """
     from lab.replay_source import TraceSource
     from lab.trace_files import write_bailian
 
-    if kind not in KINDS:
-        raise UsageError(f"{kind}: choose one of {', '.join(KINDS)}")
     with _explained():
         source = TraceSource(kind, duration_s=duration, qps=qps, hotspot_share=hotspot, seed=seed)
         trace = source.load()

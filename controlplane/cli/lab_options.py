@@ -10,6 +10,8 @@ import msgspec
 import typer
 
 from controlplane.cli.errors import UsageError
+from controlplane.core.policies import POLICIES
+from lab.profiles import DEFAULT_PROFILE, PROFILES
 
 if TYPE_CHECKING:
     from lab.replay_config import ReplayConfig
@@ -32,8 +34,8 @@ Policies = Annotated[
     str,
     typer.Option(
         metavar="NAME[,NAME…]",
-        help="Policies to compare; parameters after colons, as `linear:weight=0.5`. `linear:best` "
-        "tries ten weights and keeps the best; `all` takes every policy there is.",
+        help=f"Policies to compare: {', '.join(POLICIES)}. Parameters after colons, as "
+        "`linear:weight=0.5`. `linear:best` tries ten weights and keeps the best; `all` takes every policy there is.",
     ),
 ]
 Instances = Annotated[
@@ -43,7 +45,8 @@ Profile = Annotated[
     str,
     typer.Option(
         metavar="GPU/MODEL|FILE",
-        help="What they are, or a file of `lab calibrate`. [default: h100/qwen2.5-7b]",
+        help=f"What they are: {', '.join(PROFILES)}; or a file of `lab calibrate`. "
+        f"[default: {DEFAULT_PROFILE}]",
         show_default=False,
         rich_help_panel=FLEET,
     ),

@@ -45,6 +45,9 @@ def up(
     ] = 8000,
     policy: Annotated[PolicyName, typer.Option(help="Policy of the routers.")] = "multiplicative",
     detector: Annotated[bool, typer.Option(help="Start a hotspot detector.")] = True,
+    predictor: Annotated[
+        bool, typer.Option(help="Start a latency predictor; needs the extra `predictor`.")
+    ] = False,
     dashboard: Annotated[bool, typer.Option(help="Start the dashboard, and say where.")] = True,
     profile: Annotated[
         ProfileName,
@@ -132,7 +135,15 @@ def up(
     flags = ["--profile", profile, "--speed", str(clock), "--blocks", str(blocks)]
     flags += ["--max-model-len", str(length)]
     options = UpOptions(
-        _stack(engines, routers, port, tuple(flags), detector=detector, dashboard=dashboard),
+        _stack(
+            engines,
+            routers,
+            port,
+            tuple(flags),
+            detector=detector,
+            predictor=predictor,
+            dashboard=dashboard,
+        ),
         policy,
         planned=planned,
         compare=compare,
@@ -168,6 +179,7 @@ def _stack(
     engine_flags: tuple[str, ...],
     *,
     detector: bool,
+    predictor: bool,
     dashboard: bool,
 ) -> StackOptions:
     """Return what to start, on the usual ports where they are free."""
@@ -184,6 +196,7 @@ def _stack(
         nats_port=free_or_any(HOST, NATS_PORT),
         admin_port=ADMIN_PORT if all(free_or_any(HOST, each) for each in admin) else 0,
         detector=detector,
+        predictor=predictor,
         dashboard_port=free_or_any(HOST, DASHBOARD_PORT) if dashboard else None,
     )
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import typer
+
+from controlplane.cli.main import app
+from lab.generators import KINDS
 from tests.cli.commands import call
 
-COMMANDS = (
-    *("up", "router", "sidecar", "detector", "predictor", "dashboard", "doctor"),
-    *("instances", "routers", "drain"),
-    *("blacklist add", "blacklist remove", "blacklist list"),
-    *("policy set", "policy clear", "policy list"),
-    *("bus init", "bus status"),
-    *("audit tail", "audit show", "audit verify", "audit record", "audit export"),
-    *("lab replay",),
-)
+
+def commands(app: typer.Typer, before: str = "") -> list[str]:
+    """Return every command that there is, as one types it."""
+    found = [before + name_of(command) for command in app.registered_commands]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        found += commands(group.typer_instance, f"{before}{group.name} ")
+    return found
+
+
+def name_of(command: Any) -> str:
+    """Return a command's name."""
+    return str(command.name or command.callback.__name__)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,13 @@ COMMANDS = (
         ("audit export out --format csv", "'csv' is not one of 'parquet'"),
         ("bus init --replicas 2", "--replicas"),
         ("instances --nats nats://127.0.0.1:1", "no NATS server answers"),
+        ("lab generate nobody --out x", f"'{next(iter(KINDS))}', "),
+        ("lab calibrate http://x --api-key-file /nowhere", "--api-key-file /nowhere: No such"),
+        ("doctor --engine-key-file /nowhere", "--engine-key-file /nowhere: No such"),
+        ("up --report x.md", "--report needs --trace"),
+        ("up --trace sample --report x.txt", "ends in .md or .json"),
+        ("up --trace sample --report /nowhere/x.md", "there is no folder /nowhere"),
+        ("up --trace sample --blocks 100", "--blocks 100: a prompt of the trace of 131,072"),
         ("nonsense", "nonsense"),
     ],
 )
@@ -72,7 +88,7 @@ def test_errors_name_what_is_wrong(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands(app))
 def test_every_command_explains_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
