@@ -20,9 +20,9 @@ from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import layout
 from controlplane.bus.setup import ensure
 from controlplane.http_client import HttpClient, HttpError
+from controlplane.ports import check_free, free_port
 from lab.children import Child
 from lab.driver import LocalFleet, LocalInstance
-from lab.ports import check_free, free_port
 from lab.tiny_model import tiny_model_dir
 
 READY_S_MAX = 30.0

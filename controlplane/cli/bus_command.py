@@ -112,7 +112,7 @@ async def _opened(place: BusPlace) -> AsyncIterator[NatsBus]:
     """Give a connected bus that is a server's. Raises BusError, UsageError."""
     async with place.opened("bus") as bus:
         if not isinstance(bus, NatsBus):
-            raise UsageError(f"--nats {place.url}: not a NATS URL")
+            raise UsageError(f"--nats {place.shown}: not a NATS URL")
         yield bus
 
 

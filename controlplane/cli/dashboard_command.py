@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import (
+    PORT_MAX,
+    BusPlace,
+    LogLevel,
+    require_port,
+    set_up_logs,
+    with_bus,
+)
 
 
 @with_bus
@@ -28,6 +35,7 @@ def dashboard(
     from controlplane.dashboard.server import DashboardServer
 
     set_up_logs(log_level)
+    require_port("--port", host, port)
 
     def started(server: DashboardServer) -> None:
         shown = f"[{host}]" if ":" in host else host

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import (
+    PORT_MAX,
+    BusPlace,
+    LogLevel,
+    require_port,
+    set_up_logs,
+    with_bus,
+)
 
 JUDGEMENT = "When a class is a hotspot"
 FALLBACK = "When alarms persist"
@@ -106,6 +113,7 @@ def detector(
     Example: `multiplane detector --nats nats://nats:4222 --window-s 30`
     """
     set_up_logs(log_level)
+    require_port("--metrics-port", metrics_host, metrics_port or 0)
     judgement = {
         "window_s": window_s,
         "requests_min": requests_min,

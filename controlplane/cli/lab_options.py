@@ -35,7 +35,8 @@ Policies = Annotated[
     typer.Option(
         metavar="NAME[,NAME…]",
         help=f"Policies to compare: {', '.join(POLICIES)}. Parameters after colons, as "
-        "`linear:weight=0.5`. `linear:best` tries ten weights and keeps the best; `all` takes every policy there is.",
+        "`linear:weight=0.5`. `linear:best` tries ten weights and keeps the best; `all` takes "
+        "every policy there is.",
     ),
 ]
 Instances = Annotated[

@@ -8,10 +8,10 @@ from controlplane.cli import (
     audit_command,
     bus_command,
     errors,
-    finite,
     lab_command,
     listing_commands,
     operator_commands,
+    sane,
 )
 from controlplane.cli.dashboard_command import dashboard
 from controlplane.cli.detector_command import detector
@@ -64,7 +64,7 @@ app.add_typer(operator_commands.policy_app, name="policy")
 app.add_typer(audit_command.app, name="audit")
 app.add_typer(bus_command.app, name="bus")
 app.add_typer(lab_command.app, name="lab")
-finite.require_finite(app)
+sane.require_sane(app)
 
 
 def run() -> None:

@@ -17,7 +17,7 @@ from controlplane.operator_wait import wait_until_idle
 
 Reason = Annotated[str, typer.Option(help="Why, for the audit log and for `instances`.")]
 Ttl = Annotated[
-    float | None, typer.Option("--ttl-s", min=1.0, help="Ends by itself after this long.")
+    float | None, typer.Option("--ttl-s", min=1.0, max=1e9, help="Ends by itself after this long.")
 ]
 InstanceId = Annotated[
     str,

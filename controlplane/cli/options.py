@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -16,6 +17,7 @@ from controlplane.bus import Bus, NatsOptions, connect
 from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
 from controlplane.core.policies import POLICIES
+from controlplane.ports import PortTakenError, check_free
 
 T = TypeVar("T")
 
@@ -93,11 +95,52 @@ def nats_options(user: str | None, password_file: Path | None, ca: Path | None) 
     return NatsOptions(user=user, password=password, tls_ca=None if ca is None else str(ca))
 
 
+def require_port(flag: str, host: str, port: int) -> None:
+    """See that a port can be had before anything starts.
+
+    Raises:
+        UsageError: it cannot; names the flag.
+    """
+    try:
+        check_free(host, port)
+    except PortTakenError as error:
+        raise UsageError(f"{flag} {port}: {error}") from error
+
+
+def require_url(flag: str, url: str) -> None:
+    """See that text is the URL of a server.
+
+    Raises:
+        UsageError: it is not; names the flag.
+    """
+    problem = ""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            problem = "not a URL of the form http://HOST:PORT"
+        elif parts.port == 0:
+            problem = "there is no port 0"
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise UsageError(f"{flag} {url}: {problem}")
+
+
+def _without_user(url: str) -> str:
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
 class BusPlace(msgspec.Struct, frozen=True):
     """Where the bus is, and how to get in."""
 
     url: str
     options: NatsOptions
+
+    @property
+    def shown(self) -> str:
+        """The URL without what is secret in it."""
+        return ",".join(_without_user(url) for url in self.url.split(","))
 
     @asynccontextmanager
     async def opened(self, name: str) -> AsyncIterator[Bus]:
@@ -113,7 +156,7 @@ class BusPlace(msgspec.Struct, frozen=True):
         try:
             if not bus.connected:
                 raise BusError(
-                    f"no NATS server answers at {self.url}; start one, or correct --nats"
+                    f"no NATS server answers at {self.shown}; start one, or correct --nats"
                 )
             yield bus
         finally:

@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, set_up_logs, with_bus
+from controlplane.cli.options import (
+    PORT_MAX,
+    BusPlace,
+    LogLevel,
+    require_port,
+    set_up_logs,
+    with_bus,
+)
 
 
 @with_bus
@@ -47,6 +54,7 @@ def predictor(
     from controlplane.predictor.service import PredictorService
 
     set_up_logs(log_level)
+    require_port("--metrics-port", metrics_host, metrics_port or 0)
 
     def started(service: PredictorService, exporter: Exporter | None) -> None:
         shown = None if exporter is None else f"{metrics_host}:{exporter.port}"

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import PORT_MAX, BusPlace, LogLevel, PolicyName, set_up_logs, with_bus
+from controlplane.cli.options import (
+    PORT_MAX,
+    BusPlace,
+    LogLevel,
+    PolicyName,
+    require_port,
+    set_up_logs,
+    with_bus,
+)
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
@@ -271,6 +279,9 @@ def router(
         tls_key_path=_path(tls_key),
     )
     _check_files(config)
+    if not reuse_port:
+        require_port("--port", host, port)
+    require_port("--admin-port", admin_host, admin_port)
     if workers > 1 and not port:
         raise UsageError("--workers needs a --port to share; 0 would give each its own")
     if workers > 1:

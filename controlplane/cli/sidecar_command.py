@@ -15,6 +15,8 @@ from controlplane.cli.options import (
     BusPlace,
     LogLevel,
     read_secret,
+    require_port,
+    require_url,
     set_up_logs,
     with_bus,
 )
@@ -118,6 +120,10 @@ def sidecar(
     are added, signals are passed on, and running requests finish before it is stopped.
     """
     set_up_logs(log_level)
+    require_port("--metrics-port", metrics_host, metrics_port or 0)
+    for flag, url in (("--engine", engine), ("--advertise-url", advertise_url)):
+        if url:
+            require_url(flag, url)
     settings: dict[str, Any] = {
         "bus_url": bus.url,
         "bus_options": bus.options,

@@ -13,6 +13,7 @@ from rich.console import Console
 from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
 from controlplane.cli.options import PORT_MAX, PolicyName
+from controlplane.ports import PortTakenError, free_or_any
 from lab.profiles import DEFAULT_PROFILE, PROFILES
 
 if TYPE_CHECKING:
@@ -158,15 +159,14 @@ def up(
 def _run(options: UpOptions, port: int) -> int:
     """Run it; returns the exit status, and says in one line why it did not start."""
     from lab.children import ChildStartError
-    from lab.ports import PortTakenError
     from lab.up import up as run
 
     try:
         return asyncio.run(run(options, Console()))
     except PortTakenError as error:
         raise UsageError(
-            f"--port {port}: {error}; another `multiplane up` may be running: stop it, or give "
-            "another --port (0 takes a free one)"
+            f"--port {port}: {error} (another `multiplane up`?); stop that, or give another "
+            "--port: 0 takes a free one"
         ) from error
     except ChildStartError as error:
         raise BusError(str(error)) from error
@@ -183,7 +183,6 @@ def _stack(
     dashboard: bool,
 ) -> StackOptions:
     """Return what to start, on the usual ports where they are free."""
-    from lab.ports import free_or_any
     from lab.stack import StackOptions
 
     admin = range(ADMIN_PORT, ADMIN_PORT + routers)

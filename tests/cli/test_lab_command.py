@@ -44,7 +44,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("replay sample --start 9999", "no request within the part"),
         ("replay sample --instances 0", "--instances"),
         ("capacity sample", "--ttft-p99, --tpot-p99: ask for a TTFT, a TPOT or both"),
-        ("generate novels --out x", "novels: choose one of chatbot"),
+        ("generate novels --out x", "'novels' is not one of 'chatbot'"),
         ("calibrate http://127.0.0.1:9", "127.0.0.1:9"),
     ],
 )

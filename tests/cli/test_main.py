@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -57,7 +58,13 @@ def name_of(command: Any) -> str:
         ("router --nats http://x", "not a NATS URL"),
         ("router --nats-password-file /nowhere", "--nats-password-file /nowhere"),
         ("sidecar", "give --engine URL"),
-        ("sidecar --engine ftp://x", "engine_url must begin with http://"),
+        ("sidecar --engine ftp://x", "--engine ftp://x: not a URL of the form http://"),
+        ("sidecar --engine http://x:99999", "--engine http://x:99999: Port out of range"),
+        ("sidecar --engine http://x --advertise-url x:1", "--advertise-url x:1: not a URL"),
+        ("doctor --admin http://[::1", "--admin http://[::1: "),
+        ("policy set \udcff linear", "this is no UTF-8 text"),
+        ("audit verify --model \udcff", "this is no UTF-8 text"),
+        ("policy set m linear --ttl-s 1e300", "--ttl-s"),
         ("sidecar -- sleep 1", "the command after `--`"),
         ("policy set m magic", "'magic' is not one of"),
         ("policy clear=", "No such command"),
@@ -99,6 +106,43 @@ def test_every_command_explains_itself(
     assert "Example" in said
     assert f"multiplane {command}" in said.replace("\n", " ")[20:]
     assert len(said.splitlines()) > 8
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "router --host 127.0.0.1 --admin-port 0 --port",
+        "router --host 127.0.0.1 --port 0 --admin-port",
+        "dashboard --port",
+        "detector --metrics-port",
+        "predictor --metrics-port",
+        "sidecar --engine http://127.0.0.1:1 --metrics-port",
+        "up --no-live --port",
+    ],
+)
+def test_a_port_in_use_is_named_with_its_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Whoever cannot have a port says so before anything starts."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert call(monkeypatch, *command.split(), str(port)) == 2
+    flag = command.split()[-1]
+    said = capsys.readouterr().err
+    assert said.startswith(f"multiplane: {flag} {port}: 127.0.0.1:{port}: somebody else serves")
+
+
+def test_passwords_in_urls_are_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error that names the server leaves out who we are."""
+    monkeypatch.setattr("controlplane.cli.options.CONNECT_S", 0.1)
+    assert call(monkeypatch, "instances", "--nats", "nats://ann:secret@127.0.0.1:1") == 1
+    said = capsys.readouterr().err
+    assert "at nats://127.0.0.1:1;" in said
+    assert "secret" not in said
 
 
 def test_the_version_is_the_packages(

@@ -116,7 +116,7 @@ def test_the_port_of_another_plane_is_refused() -> None:
         check=False,
     )
     assert again.returncode == 2
-    assert again.stderr.startswith(f"multiplane: --port {port}: 127.0.0.1:{port}: Address already")
+    assert again.stderr.startswith(f"multiplane: --port {port}: 127.0.0.1:{port}: somebody else")
     assert len(again.stderr.splitlines()) == 1
     assert process.poll() is None
     process.terminate()
