@@ -279,9 +279,7 @@ def router(
         tls_key_path=_path(tls_key),
     )
     _check_files(config)
-    if not reuse_port:
-        require_port("--port", host, port)
-    require_port("--admin-port", admin_host, admin_port)
+    _check_ports(config)
     if workers > 1 and not port:
         raise UsageError("--workers needs a --port to share; 0 would give each its own")
     if workers > 1:
@@ -338,6 +336,13 @@ def _check_files(config: RouterConfig) -> None:
         raise UsageError(f"--tls-cert {config.tls_cert_path}: {error}") from error
     if config.engine_key_path:
         Path(config.engine_key_path).read_text(encoding="ascii")
+
+
+def _check_ports(config: RouterConfig) -> None:
+    """See that the ports can be had, so that a mistake is told by its flag. Raises UsageError."""
+    if not config.reuse_port:
+        require_port("--port", config.host, config.port)
+    require_port("--admin-port", config.admin_host, config.admin_port)
 
 
 def _say(line: dict[str, object]) -> None:
