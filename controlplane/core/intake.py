@@ -73,7 +73,7 @@ class BlockIntake:
         connected: whether the bus can carry requests.
         counts: how often each thing happened, by name: batches, blocks_stored, blocks_removed,
             resyncs, snapshots, digest_mismatch, slots_full, slot_full, index_full, snapshot_failed,
-            snapshot_outdated, never_sent and abandoned (see `stream`).
+            snapshot_outdated, never_sent and doubted (see `stream`).
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class BlockIntake:
             return self._heard(instance, step, now_s)
         instance.unused += 1
         if instance.unused >= UNUSED_BATCHES_MAX and now_s - instance.used_s > UNUSED_S_MAX:
-            self.counts["abandoned"] += 1
+            self.counts["doubted"] += 1
             instance.unused, instance.used_s = 0, now_s
-            return self._heard(instance, instance.follower.abandon(), now_s)
+            return self._heard(instance, instance.follower.doubt(), now_s)
         if batch.epoch < instance.follower.epoch:
             return []  # the last words of a sidecar that is gone
         return self._heard(instance, step, now_s)

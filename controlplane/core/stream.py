@@ -20,9 +20,11 @@ may differ from the truth, and only a snapshot makes it equal again.
 
 A message may be wrong, or forged: an epoch or a number that no sidecar has reached must not make
 the batches that follow look old. A snapshot settles that, as it is made after it was asked for:
-what came before the question (`asked`) and is not covered by the answer was never sent, and is
-dropped, and so is an epoch of which nothing but such batches came. And whoever hears batches and
-can use none of them for long gives up its position (`abandon`), whatever had led there.
+what came before the question (`asked`) and is not covered by the answer was never sent. So kept
+batches beyond it are dropped, and so is an epoch of which only such batches came, and a position
+beyond it in the same epoch was never reached. That an older epoch is the present one is believed
+only where one of these shows it, since an old sidecar may answer while a new one has begun: or
+where for long nothing that was heard could be used (`doubt`), whatever had led there.
 
 Epochs grow as long as the sidecar's clock does. If that was set back, the present epoch is an older
 one, and the instance's record says so: once it has named an older epoch than the followed one, and
@@ -96,7 +98,8 @@ class StreamFollower:
         self.kept_dropped = self.never_sent = 0
         self._kept: deque[KvBatch] = deque()
         self._kept_before_asking = 0
-        self._entered_before_asking = False
+        self._asked_at: tuple[int, int] | None = None
+        self._doubted = False
         self._kept_blocks = 0
         self._kept_blocks_max = kept_blocks_max
         self._kept_batches_max = kept_batches_max
@@ -157,32 +160,30 @@ class StreamFollower:
     def _forget(self) -> None:
         """Follow nothing, as in the beginning: whatever comes next is a newer epoch."""
         self.epoch = self.seq = self._passed_over = self._named = -1
-        self.exact = self._entered_before_asking = False
+        self.exact = self._doubted = False
+        self._asked_at = None
         self._forget_kept()
 
     def distrust(self) -> None:
         """Require a snapshot: the applied set is known to differ from the published one."""
         self.exact = False
 
-    def abandon(self) -> Step:
-        """Give up the position, as nothing that is heard can be used: all begins anew."""
-        self._forget()
-        return Step(restart=True, lost="nothing of what it says follows what was taken in")
+    def doubt(self) -> Step:
+        """Believe the next snapshot whatever it says: nothing that is heard can be used."""
+        self.distrust()
+        self._doubted = True
+        return Step(lost="nothing of what it says follows what was taken in")
 
     def asked(self) -> None:
         """Take note that a snapshot is asked for from now on: its answer covers all sent before."""
         self._kept_before_asking = len(self._kept)
-        self._entered_before_asking = True
+        self._asked_at = (self.epoch, self.seq)
 
     def outdated(self, epoch: int, seq: int) -> bool:
-        """Whether a snapshot as of `(epoch, seq)` would take the applied set back in time.
-
-        An epoch of which nothing was ever applied, and which was there before the snapshot was
-        asked for, is no sidecar's: its own would have answered in it.
-        """
-        if epoch < self.epoch and self.seq < 0 and self._entered_before_asking:
-            return False
-        return (epoch, seq) < (self.epoch, self.seq)
+        """Whether a snapshot as of `(epoch, seq)` would take the applied set back in time."""
+        if self._asked_at != (self.epoch, self.seq):  # something was applied since
+            return (epoch, seq) < (self.epoch, self.seq)
+        return epoch < self.epoch and self.seq >= 0 and not self._doubted
 
     def snapshot(self, epoch: int, seq: int) -> Step:
         """Take note that the whole set as of `(epoch, seq)` has replaced the applied one.
@@ -195,6 +196,7 @@ class StreamFollower:
             self.never_sent += len(self._kept) if epoch < self.epoch else 0
             self._forget()
         self.epoch, self.seq, self.exact = epoch, seq, True
+        self._asked_at, self._doubted = None, False
         kept = sorted(self._credible(), key=lambda batch: batch.seq)
         self._forget_kept()
         apply: list[KvBatch] = []

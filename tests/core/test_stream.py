@@ -226,12 +226,42 @@ def test_an_epoch_of_which_something_was_applied_is_not_given_up_for_an_older_on
     assert follower.outdated(4, 99)
 
 
-def test_whoever_can_use_nothing_begins_anew() -> None:
-    """After that any epoch and number is news."""
+def test_a_position_that_was_never_reached_ends_with_the_next_snapshot() -> None:
+    """A wrong batch may have come in time: its sidecar answers as of the batch before it."""
+    follower = exact_at(3)
+    follower.receive(batch(4, 99))
+    follower.distrust()
+    assert follower.outdated(1, 3), "an answer to an earlier question"
+    follower.asked()
+    assert not follower.outdated(1, 3)
+    assert follower.snapshot(1, 3) == Step(apply=[])
+    assert follower.receive(batch(4, 7)) == Step(apply=(batch(4, 7),))
+
+
+def test_an_answer_proves_nothing_about_what_was_applied_after_the_question() -> None:
+    """A stream may become exact by itself meanwhile."""
+    follower = StreamFollower()
+    follower.asked()
+    follower.receive(batch(0))
+    follower.receive(batch(1))
+    assert follower.outdated(1, 0)
+
+
+def test_whoever_can_use_nothing_believes_the_next_snapshot() -> None:
+    """Even one of an older epoch; until it comes, what is known stays."""
     follower = exact_at(FAR, epoch=FAR)
-    step = follower.abandon()
-    assert (step.restart, bool(step.lost), follower.exact) == (True, True, False)
-    assert follower.receive(batch(4)) == Step(restart=True, lost="joined epoch 1 at 4")
+    step = follower.doubt()
+    assert (step.restart, bool(step.lost), follower.exact) == (False, True, False)
+    assert follower.receive(batch(4)) == IGNORED
+    follower.asked()
+    assert not follower.outdated(1, 4)
+    assert follower.snapshot(1, 4) == Step(apply=[])
+    assert follower.receive(batch(5)) == Step(apply=(batch(5),))
+    follower.receive(batch(9, epoch=7))
+    follower.snapshot(7, 9)
+    follower.distrust()
+    follower.asked()
+    assert follower.outdated(1, 99), "the doubt is over"
 
 
 # --- bounds
