@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from lab.load import run_load
 from lab.stack import LocalStack, StackOptions
+from tests.audit.load import chats
 from tests.live.chaos_rig import Reply, steady
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -19,15 +21,27 @@ ENGINE_FLAGS = ("--speed", "10", "--blocks", "1024", "--max-model-len", "2048")
 
 async def verified(stack: LocalStack) -> tuple[int, dict[str, Any]]:
     """Return what `audit verify` exits with and reports."""
+    status, output = await audit(stack, "verify")
+    report: dict[str, Any] = json.loads(output)
+    return status, report
+
+
+async def tail(stack: LocalStack) -> list[dict[str, Any]]:
+    """Return everything that was said."""
+    _, output = await audit(stack, "tail", "--since", "1h", "--no-follow")
+    return [json.loads(line) for line in output.splitlines()]
+
+
+async def audit(stack: LocalStack, *words: str) -> tuple[int, str]:
+    """Run a command of the audit; returns its status and what it printed."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "controlplane.cli.main", "audit", "verify", "--json"),
+        *(sys.executable, "-m", "controlplane.cli.main", "audit", *words, "--json"),
         *("--nats", stack.nats_url),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await asyncio.wait_for(process.communicate(), 90.0)
     assert process.returncode is not None
-    report: dict[str, Any] = json.loads(output)
-    return process.returncode, report
+    return process.returncode, output.decode()
 
 
 def hurt(reply: Reply) -> bool:
@@ -61,3 +75,29 @@ async def test_every_decision_of_a_run_with_faults_is_explained() -> None:
     assert report["decisions"] >= 100
     assert report["chosen"] > 0.8 * report["decisions"], report["unchecked"]
     assert report["hits"] > 0.5 * report["decisions"], report["unchecked"]
+
+
+async def test_decisions_on_requests_that_waited_are_explained() -> None:
+    """For room, or for a prefix that another computed: who was left out, and why, is recorded."""
+    options = StackOptions(
+        engines=2,
+        routers=1,
+        engine_flags=("--speed", "0.2"),
+        router_flags=(
+            *("--batch-cap", "2", "--queue", "edf"),
+            *("--coalesce", "--coalesce-tokens", "128"),
+        ),
+    )
+    async with LocalStack(options) as stack:
+        answers = await run_load(stack.url, chats(60, 80.0))
+        status, report = await verified(stack)
+        record = await tail(stack)
+    assert all(answer.ok for answer in answers)
+    assert report["findings"] == []
+    assert status == 0
+    assert report["decisions"] == report["chosen"] == len(answers)
+    routed = [each for each in record if each["type"] == "routed"]
+    assert any(each.get("queue_s", 0.0) > 0.0 for each in routed)
+    assert any(
+        "pinned" in row.get("excluded_by", ()) for each in routed for row in each["candidates"]
+    )
