@@ -33,7 +33,7 @@ DOCUMENT = ROOT / "docs" / "evaluation.md"
 
 SEEDS = (0, 1, 2)
 HALF, SATURATION = 0.5, 1.0
-SWEPT_LOADS = (0.25, 0.75, 1.25)
+SWEPT_LOADS = (0.25, 1.25)
 OVERLOAD = 2.0
 WEIGHTS = (0.3, 0.5, 0.7, 0.85, 0.95)
 POLICIES = (
@@ -79,11 +79,17 @@ class Scenario(msgspec.Struct, frozen=True):
 
 
 SCENARIOS = (
-    Scenario("chatbot", TraceSource("chatbot", duration_s=45.0), "h20/qwen3-30b-a3b", 60.0, 10.0),
-    Scenario("api", TraceSource("api", duration_s=20.0), "h20/qwen2.5-7b", 120.0, 4.0),
-    Scenario("coder", TraceSource("coder", duration_s=120.0), "h20/qwen3-30b-a3b", 9.0, 20.0),
-    Scenario("agent", TraceSource("agent", duration_s=100.0), "h20/qwen2.5-7b", 12.0, 15.0),
-    Scenario("conversation", TraceSource("sample", jitter_s=3.0), "h20/qwen2.5-7b", 2.2, 60.0),
+    Scenario("chatbot", TraceSource("chatbot", duration_s=16.0), "h20/qwen3-30b-a3b", 60.0, 4.0),
+    Scenario("api", TraceSource("api", duration_s=6.0), "h20/qwen2.5-7b", 120.0, 1.5),
+    Scenario("coder", TraceSource("coder", duration_s=50.0), "h20/qwen3-30b-a3b", 9.0, 10.0),
+    Scenario("agent", TraceSource("agent", duration_s=45.0), "h20/qwen2.5-7b", 12.0, 9.0),
+    Scenario(
+        "conversation",
+        TraceSource("sample", duration_s=180.0, jitter_s=3.0),
+        "h20/qwen2.5-7b",
+        2.2,
+        20.0,
+    ),
 )
 
 VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (

@@ -5,7 +5,8 @@ prompts were the same; it holds no text. A prompt is made up from its block ids:
 the same tokens everywhere, so prompts share exactly the prefixes that the trace says they shared.
 
 Readers name the file and line of whatever they cannot use. Formats: Mooncake (JSONL, blocks of 512
-tokens), Qwen-Bailian (JSONL, blocks of 16), Azure (CSV, no prefixes: every prompt is its own).
+tokens), Qwen-Bailian (JSONL, blocks of 16), Azure (CSV, no prefixes: every prompt is its own), and
+recordings of `multiplane audit record`: one's own traffic.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ TINY_VOCABULARY = 4096
 FIRST_TOKEN = 300  # above special tokens and the 256 single bytes of a byte-level vocabulary
 _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 _IDS_PER_ROW = 1 << 20
+_RECORDING = b"multiplane recording"
 
 
 class TraceError(ValueError):
@@ -228,10 +230,34 @@ def read_azure(path: Path) -> Trace:
     return _trace(path, AZURE_BLOCK_TOKENS, requests)
 
 
+def read_recorded(path: Path) -> Trace:
+    """Read a recording of `multiplane audit record`, in blocks of 16 tokens.
+
+    Raises:
+        TraceError: the file cannot be read, is damaged, or holds no request that could be replayed.
+    """
+    # Few who read traces have recordings, and reading those needs the bus's library.
+    from lab import recorded
+
+    roots: dict[int, int] = {}
+    requests = []
+    try:
+        for line in recorded.recorded_requests(path):
+            root = roots.setdefault(line.chat_id, roots.get(line.parent_chat_id, line.chat_id))
+            lengths = line.input_length, line.output_length
+            requests.append(TraceRequest(line.timestamp, *lengths, tuple(line.hash_ids), str(root)))
+    except recorded.RecordingError as error:
+        raise TraceError(str(error)) from error
+    except recorded.NothingRecorded as error:
+        raise TraceError(f"{path}: {error}") from error
+    return _trace(path, recorded.BLOCK_TOKENS, requests)
+
+
 FORMATS: dict[str, Callable[[Path], Trace]] = {
     "mooncake": read_mooncake,
     "bailian": read_bailian,
     "azure": read_azure,
+    "recording": read_recorded,
 }
 
 
@@ -242,6 +268,10 @@ def read_trace(path: Path) -> Trace:
         TraceError: the file cannot be read, or is of none of them.
     """
     try:
+        with path.open("rb") as file:
+            start = file.read(len(_RECORDING))
+        if start == _RECORDING:
+            return read_recorded(path)
         with path.open(encoding="utf-8") as file:
             first = file.readline()
     except (OSError, UnicodeDecodeError) as error:
