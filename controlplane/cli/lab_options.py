@@ -26,8 +26,9 @@ Traces = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE…",
-        help="Trace files (Mooncake, Qwen-Bailian, Azure), recordings of `multiplane audit record`, "
-        "`sample` for the trace included, or kinds of made-up traffic: chatbot, api, coder, agent.",
+        help="Trace files (Mooncake, Qwen-Bailian, Azure), recordings of `multiplane audit "
+        "record`, `sample` for the trace included, or kinds of made-up traffic: chatbot, api, "
+        "coder, agent.",
     ),
 ]
 Policies = Annotated[
