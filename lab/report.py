@@ -63,15 +63,15 @@ class Column(msgspec.Struct, frozen=True):
 
 
 COLUMNS = (
-    Column("TTFT mean, s", lambda row: row.ttft_s[0], ".3f"),
+    Column("TTFT, s", lambda row: row.ttft_s[0], ".3f"),
     Column("p50", lambda row: row.ttft_s[1], ".3f"),
     Column("p99", lambda row: row.ttft_s[3], ".2f"),
-    Column("TPOT mean, ms", lambda row: row.tpot_s[0] * 1e3, ".1f"),
+    Column("TPOT, ms", lambda row: row.tpot_s[0] * 1e3, ".1f"),
     Column("p99", lambda row: row.tpot_s[3] * 1e3, ".1f"),
-    Column("hit rate", lambda row: row.hit_rate, ".1%", 1),
+    Column("hits", lambda row: row.hit_rate, ".1%", 1),
     Column("balance", lambda row: row.balance, ".2f"),
     Column("busy", lambda row: row.busy, ".0%"),
-    Column("served/s", lambda row: row.served_rps, ".2f", 1),
+    Column("req/s", lambda row: row.served_rps, ".2f", 1),
 )
 
 
@@ -148,7 +148,7 @@ def _table(case: Case) -> str:
     lines = []
     for policy, own in rows.items():
         cells = "".join(
-            f"<td{' class=best' if best[place] == policy else ''}>{cell(column, own)}</td>"
+            f"<td{' class=best' if best[place] == policy else ''}>{_cell(column, own)}</td>"
             for place, column in enumerate(COLUMNS)
         )
         lines.append(f"<tr><th>{html.escape(policy)}</th>{cells}</tr>")

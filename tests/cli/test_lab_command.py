@@ -78,7 +78,7 @@ def test_a_replay_prints_a_table_and_writes_a_report(
     assert call(monkeypatch, *asked.split(), "--jobs", "1", "--out", str(out)) == 0
     said = capsys.readouterr().out
     assert "api, 4 requests/s, 2 × h100/qwen2.5-7b" in said
-    for name in ("multiplicative", "round_robin", "TTFT mean, s", "hit rate"):
+    for name in ("multiplicative", "round_robin", "TTFT, s", "hits"):
         assert name in said
     assert asked in (out / "report.html").read_text(encoding="utf-8")
 
