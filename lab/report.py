@@ -171,13 +171,13 @@ _PAGE = """<!doctype html>
   :root { --page: #14171c; --ink: #dfe5ee; --soft: #98a2b3; --line: #343b46; }
 }
 body { background: var(--page); color: var(--ink); margin: 2rem auto; padding: 0 1rem;
-  max-width: 64rem; font: 15px/1.5 system-ui, sans-serif; }
+  max-width: 70rem; font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
 code { background: color-mix(in srgb, var(--soft) 18%, transparent); padding: .1rem .35rem;
   border-radius: 4px; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block;
   overflow-x: auto; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
+th, td { padding: .25rem .45rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; font-weight: normal; }
 tr:first-child th { color: var(--soft); } th:first-child { text-align: left; }
 small { color: var(--soft); font-weight: normal; }

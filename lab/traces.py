@@ -278,6 +278,9 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     if "ContextTokens" in first:
         return read_azure(path)
+    if not first.lstrip().startswith("{"):
+        kinds = "Mooncake's, Qwen-Bailian's or Azure's format"
+        raise TraceError(f"{path}:1: neither a trace in {kinds} nor a recording")
     return read_bailian(path) if '"chat_id"' in first else read_mooncake(path)
 
 

@@ -112,6 +112,13 @@ def test_azure_prompts_share_nothing(tmp_path: Path) -> None:
         read_azure(bad)
 
 
+def test_what_is_no_trace_at_all_says_which_there_are(tmp_path: Path) -> None:
+    """A file of something else names the formats, not what a parser stumbled over."""
+    path = written(tmp_path, "hello\n")
+    with pytest.raises(TraceError, match=r":1: neither a trace in Mooncake's, Qwen-Bailian's or"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     ("first", "block_tokens"),
     [
