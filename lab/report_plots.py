@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from PIL import Image  # matplotlib's own dependency
+from PIL import Image
 
 from lab.replay_metrics import Metrics
 from lab.replay_result import Floats, Result

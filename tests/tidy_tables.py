@@ -41,6 +41,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 # everyone else by what they offer. Tests and benchmarks use what they like.
 EVERYWHERE = frozenset({"msgspec", "numpy"})
 FOREIGN: dict[str, dict[str, str]] = {
+    "PIL": {"lab/report_plots.py": "makes pictures smaller"},
     "aiohttp": {
         "controlplane/dashboard/server.py": "serves the page and its stream",
         "controlplane/http_client.py": "small requests beside the data plane",
@@ -95,6 +96,7 @@ FOREIGN: dict[str, dict[str, str]] = {
     },
 }
 OPTIONAL: dict[str, str] = {
+    "PIL": "lab",
     "matplotlib": "lab",
     "opentelemetry": "tracing",
     "pyarrow": "audit",
@@ -102,6 +104,7 @@ OPTIONAL: dict[str, str] = {
 }
 """Libraries of an extra, by its name: imported only where needed, with advice if absent."""
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "nats": "nats-py",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
