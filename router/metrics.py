@@ -126,9 +126,9 @@ class RequestMetrics:
             "From whole request to the first byte of the answer's body.",
             _LATENCY_S,
         )
-        self._waits = Tally("queue_waits", "Waits that ended, by how.", "outcome")
+        self._waits = Tally("queue_waits", "Waits that ended, by how.", "how")
         self._degraded = Tally(
-            "queue_degraded", "Requests that became something else to be in time, by what.", "what"
+            "queue_degraded", "Requests that became something else to be in time, by what.", "how"
         )
         self._wait = Spread(
             "queue_wait_seconds", "From when a request began to wait until it did not.", _LATENCY_S

@@ -115,7 +115,7 @@ async def test_a_client_that_leaves_the_queue_costs_nothing() -> None:
         assert asked(engine) == ["first", "stays"]
         assert plane.process.router.access.anybody.running == 0
         page = plane.process.metrics.render().decode()
-        assert 'multiplane_queue_waits_total{outcome="client_gone"} 1.0' in page
+        assert 'multiplane_queue_waits_total{how="client_gone"} 1.0' in page
 
 
 async def test_nobody_waits_longer_than_the_bound() -> None:
@@ -279,7 +279,7 @@ async def test_what_would_be_late_becomes_what_its_tenant_allows(tmp_path: Path,
         assert body.get("max_tokens") == (3 if how == "shorten" else None)
         await first
         page = plane.process.metrics.render().decode()
-        assert f'multiplane_queue_degraded_total{{what="{how}"}} 1.0' in page
+        assert f'multiplane_queue_degraded_total{{how="{how}"}} 1.0' in page
 
 
 async def test_the_latency_model_on_the_bus_is_used() -> None:
