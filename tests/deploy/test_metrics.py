@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import pytest_asyncio
 import yaml
@@ -79,6 +80,18 @@ async def test_every_query_asks_for_what_is_exported(metrics: list[Exported]) ->
     ]
     assert found == []
     assert len(list(queries())) > 60
+
+
+async def test_every_query_is_one() -> None:
+    """As Prometheus' own grammar has it, with Grafana's variables filled in."""
+    for where, query in queries():
+        filled = query.replace("$__rate_interval", "1m").replace("$model", ".*")
+        try:
+            promql_parser.parse(filled)
+        except ValueError as error:
+            raise AssertionError(f"{where}: {error}: {query}") from error
+    with pytest.raises(ValueError, match=r"\S"):
+        promql_parser.parse("sum by (rate(x[5m])")
 
 
 async def test_what_is_not_exported_is_found(metrics: list[Exported]) -> None:
