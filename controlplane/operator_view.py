@@ -2,18 +2,21 @@
 
 Anybody may write to a bucket that the server lets him write to, so an entry may be nonsense. It is
 told beside the rest, by its key: one bad entry hides nothing else.
+
+Senders' clocks are not ours. The server knows how long an entry has stood, so the times in what is
+read here are put right: as if the entry had been written by our own clock.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 
-from controlplane.bus.protocol import Bus, BusError
+from controlplane.bus.protocol import Bus, BusError, Entry
 from schemas import subjects
 from schemas.bus import (
     Blacklist,
@@ -40,7 +43,7 @@ Statement = Drain | Blacklist | PolicyOverride | HotspotRaised | HotspotCleared
 BEATS_MISSED_MAX = 3
 """Heartbeats that may be missing before a sender is taken for lost."""
 
-_READS_AT_ONCE = 64
+_READ_S_MAX = 10.0
 _DOUBLE_LOOK_S = 5.0  # idle engines' sidecars report once a second: several reports of each
 _DOUBLE_REPORTS_MAX = 20_000
 
@@ -127,11 +130,11 @@ def said_wall_s(statement: Statement) -> float:
 async def read_instances(bus: Bus) -> Listing[InstanceRecord]:
     """Return all records, by model and instance. Raises BusError."""
 
-    def understand(model: str, part: str, value: bytes) -> InstanceRecord:
+    def understand(model: str, part: str, value: bytes, at_wall_s: float) -> InstanceRecord:
         record = decode_instance(value)
         if (record.model, record.instance_id) != (model, part):
             raise RemoteError(f"it speaks of {record.instance_id!r} of {record.model!r}")
-        return record
+        return msgspec.structs.replace(record, sent_wall_s=at_wall_s)
 
     found = await _read(bus, subjects.INSTANCES, understand)
     return _sorted(found, lambda record: (record.model, record.instance_id))
@@ -139,18 +142,21 @@ async def read_instances(bus: Bus) -> Listing[InstanceRecord]:
 
 async def read_routers(bus: Bus) -> Listing[RouterEntry]:
     """Return the routers that say where they are, by model and router. Raises BusError."""
-    found = await _read(
-        bus, subjects.ROUTERS, lambda model, _, value: RouterEntry(model, decode_router(value))
-    )
+
+    def understand(model: str, part: str, value: bytes, at_wall_s: float) -> RouterEntry:
+        lease = decode_router(value)
+        return RouterEntry(model, msgspec.structs.replace(lease, sent_wall_s=at_wall_s))
+
+    found = await _read(bus, subjects.ROUTERS, understand)
     return _sorted(found, lambda entry: (entry.model, entry.lease.router_id))
 
 
 async def read_standing(bus: Bus) -> Listing[Standing]:
     """Return what operators and detectors have said, hotspots included. Raises BusError."""
 
-    def understand(model: str, part: str, value: bytes) -> Standing:
+    def understand(model: str, part: str, value: bytes, at_wall_s: float) -> Standing:
         decode = decode_hotspot if part.startswith("hotspot") else decode_policy
-        return Standing(model, part, decode(value))
+        return Standing(model, part, _said_at(decode(value), at_wall_s))
 
     found = await _read(bus, subjects.VERDICTS, understand)
     return _sorted(found, lambda standing: (standing.model, standing.name))
@@ -167,21 +173,38 @@ async def read_leader(bus: Bus, service: str) -> LeaderLease | None:
         return None
 
 
-async def _read(bus: Bus, name: str, understand: Callable[[str, str, bytes], T]) -> Listing[T]:
-    """Read a bucket whole; `understand(model, part, value)` may raise RemoteError."""
+async def _read(
+    bus: Bus, name: str, understand: Callable[[str, str, bytes, float], T]
+) -> Listing[T]:
+    """Read a bucket whole; `understand(model, part, value, at_wall_s)` may raise RemoteError."""
     bucket = await bus.bucket(name)
-    keys = await bucket.keys()
+    await bucket.keys()  # a watch would wait for a bucket that is missing
+    found: dict[str, Entry] = {}
+    watch = await bucket.watch(lambda entry: found.update({entry.key: entry}))
+    try:
+        await watch.synced(_READ_S_MAX)
+    finally:
+        await watch.stop()
+    now_wall_s = time.time()
     listing: Listing[T] = Listing([], [])
-    for start in range(0, len(keys), _READS_AT_ONCE):
-        some = keys[start : start + _READS_AT_ONCE]
-        for key, entry in zip(some, await asyncio.gather(*map(bucket.get, some)), strict=True):
-            if entry is None or entry.value is None:
-                continue  # it went meanwhile
-            try:
-                listing.rows.append(understand(*subjects.parse_key(key), entry.value))
-            except RemoteError as error:
-                listing.unreadable.append(Unreadable(name, key, str(error)))
+    for key, entry in sorted(found.items()):
+        if entry.value is None:
+            continue
+        try:
+            model, part = subjects.parse_key(key)
+            listing.rows.append(understand(model, part, entry.value, now_wall_s - entry.age_s))
+        except RemoteError as error:
+            listing.unreadable.append(Unreadable(name, key, str(error)))
     return listing
+
+
+def _said_at(statement: Statement, at_wall_s: float) -> Statement:
+    """Return a statement as if it had been made then."""
+    if isinstance(statement, HotspotRaised):
+        return msgspec.structs.replace(statement, raised_wall_s=at_wall_s)
+    if isinstance(statement, HotspotCleared):
+        return msgspec.structs.replace(statement, cleared_wall_s=at_wall_s)
+    return msgspec.structs.replace(statement, set_wall_s=at_wall_s)
 
 
 def _sorted(listing: Listing[T], order: Callable[[T], tuple[str, ...]]) -> Listing[T]:

@@ -87,7 +87,9 @@ async def _spoil(url: str) -> None:
     bus = await NatsBus.connect(url)
     instances = await bus.bucket(subjects.INSTANCES)
     await instances.put("m.junk", b"\xc1")
-    await instances.put("m.old", encode(InstanceRecord("old", "m", "http://x", 1)))
+    await instances.put(
+        "m.old", encode(InstanceRecord("old", "m", "http://x", 1, heartbeat_s=0.001))
+    )
     routers = await bus.bucket(subjects.ROUTERS)
     lease = RouterLease("r", 1, 0, 4e9, address="127.0.0.1:1", admin="127.0.0.1:1")
     await routers.put("m.r", encode(lease))

@@ -190,7 +190,7 @@ def test_doubles_are_shown(server: EmbeddedNats, run: Run) -> None:
             record("restarted"),
             record("left", url="http://one"),
             record("right", url="http://one"),
-            record("silent", sent_wall_s=time.time() - 60.0),
+            record("silent", heartbeat_s=0.001),
             record("blind", blind=True),
             record("late", mirror_complete=False),
         )
@@ -219,7 +219,7 @@ def test_what_ran_out_is_not_in_force(server: EmbeddedNats, run: Run) -> None:
 
     async def fill(bus: NatsBus) -> None:
         await register(bus, record("engine-0"))
-        old = Blacklist("engine-0", True, 0, time.time() - 100.0, 60.0, "ann")
+        old = Blacklist("engine-0", True, 0, time.time(), 0.001, "ann")
         await put(bus, subjects.VERDICTS, subjects.key(MODEL, "blacklist-engine-0"), encode(old))
 
     on_bus(server, fill)
@@ -227,6 +227,20 @@ def test_what_ran_out_is_not_in_force(server: EmbeddedNats, run: Run) -> None:
     status, out, err = run("blacklist", "list")
     assert (status, out) == (0, "")
     assert "nothing is in force" in err
+
+
+def test_other_machines_clocks_do_not_matter(server: EmbeddedNats, run: Run) -> None:
+    """How long ago something was said is the server's to say, not its sender's."""
+
+    async def fill(bus: NatsBus) -> None:
+        await register(bus, record("slow", sent_wall_s=0.0), record("fast", sent_wall_s=4e9))
+        said = Blacklist("fast", True, 0, 0.0, 600.0, "ann")
+        await put(bus, subjects.VERDICTS, subjects.key(MODEL, "blacklist-fast"), encode(said))
+
+    on_bus(server, fill)
+    rows = json.loads(run("instances", "--json")[1])["rows"]
+    states = {row["instance"]: (row["state"], row["heard_s"] < 60.0) for row in rows}
+    assert states == {"slow": ("ready", True), "fast": ("blacklisted", True)}
 
 
 def test_a_policy_for_nobody_is_warned_of(server: EmbeddedNats, run: Run) -> None:
