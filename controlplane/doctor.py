@@ -218,6 +218,9 @@ async def _instance(canary: Canary, model: str, seen: dict[str, Any]) -> AsyncIt
         yield Finding(name, "trust", False, seen["trust"], mend)
         return
     yield Finding(name, "trust", True, f"exact, {seen['blocks']} blocks")
+    if seen["drained"]:
+        yield Finding(name, "prompt", True, "not sent, since the instance is drained")
+        return
     try:
         async for finding in canary.send(model, name, seen["url"]):
             yield finding

@@ -60,20 +60,20 @@ class Operator:
         raise BusError(f"no instance {instance_id!r}; registered: {known}")
 
     async def others(self, record: InstanceRecord) -> list[InstanceRecord]:
-        """Return the other instances of a model that still take new requests."""
-        now_wall_s = time.time()
-        kept_from = {
+        """Return the other instances of a model that nobody has drained.
+
+        A blacklist does not count here: routers overlook it where it would leave nobody.
+        """
+        drained = {
             each.statement.instance_id
             for each in (await read_standing(self._bus)).rows
-            if each.model == record.model
-            and isinstance(each.statement, Drain | Blacklist)
-            and each.in_force(now_wall_s)
+            if each.model == record.model and isinstance(each.statement, Drain)
         }
         return [
             other
             for other in await self.instances()
             if other.model == record.model
-            and other.instance_id not in (record.instance_id, *kept_from)
+            and other.instance_id not in (record.instance_id, *drained)
             and other.state == "ready"
         ]
 

@@ -69,8 +69,8 @@ def drain(
     """Send no new requests to an instance; those that run on it finish.
 
     Routers stop choosing it at once, and its caches stay as they are. It stays drained until
-    `--off`, also across restarts of routers and of the instance itself. The last instance of a
-    model that takes requests goes on getting them: a drain never turns clients away.
+    `--off`, also across restarts of routers and of the instance itself. A drain is obeyed to the
+    letter: where every instance of a model is drained, clients get a 503 that says so.
 
     Example: `multiplane drain engine-0 --wait --reason "new driver"`
     """
@@ -87,8 +87,8 @@ def drain(
         typer.echo(f"{instance} is draining; `multiplane drain {instance} --off` takes it back")
         if not await operator.others(record):
             typer.echo(
-                f"warning: no other instance of {record.model} takes requests, so it goes on "
-                "getting them until there is one",
+                f"warning: no other instance of {record.model} takes requests: clients get a 503 "
+                "until one does",
                 err=True,
             )
         return await _wait(nats, record.model, instance, within_s) if wait else 0
