@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Self
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from bench.proxy_targets import Target
 
 READY_S_MAX = 60.0
+_LOOK_S = 0.5
+_BUSY_SHARE_MAX = 0.05
 
 
 class NotReady(Exception):
@@ -99,10 +102,12 @@ class Running:
         self._dir.cleanup()
 
     async def ready(self) -> None:
-        """Wait until completions are answered with 200.
+        """Wait until completions are answered with 200, and nothing is left to do but answer.
+
+        A router may go on with its preparations for a while, and they are not what is measured.
 
         Raises:
-            NotReady: they are not in time, or the process has ended; with the end of its output.
+            NotReady: that is not so in time, or the process has ended; with the end of its output.
         """
         request = request_bytes(f"127.0.0.1:{self.port}", stream=False)
         try:
@@ -111,8 +116,16 @@ class Running:
                     if self._process is None or self._process.poll() is not None:
                         raise NotReady(f"{self.name} ended: {self.output()}")
                     await asyncio.sleep(0.1)
+                while await self._busy_share() > _BUSY_SHARE_MAX:
+                    pass
         except TimeoutError:
             raise NotReady(f"{self.name} does not answer: {self.output()}") from None
+
+    async def _busy_share(self) -> float:
+        """Return the share of one core that is used, over a short while."""
+        before_s, start_s = self.cpu_s(), time.monotonic()
+        await asyncio.sleep(_LOOK_S)
+        return (self.cpu_s() - before_s) / (time.monotonic() - start_s)
 
     def output(self) -> str:
         """Return the end of what the process has printed."""
