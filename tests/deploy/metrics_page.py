@@ -21,8 +21,8 @@ Made from the registries of running processes by `python -m tests.deploy.metrics
 it current.
 
 Scrape routers (`--admin-port`), sidecars, detectors and predictors (`--metrics-port`) as
-`deploy/prometheus.yaml` does: `honor_labels: true` is needed, since a label `instance` names an
-engine here. `deploy/prometheus-rules.yaml` has the alarms, `deploy/grafana` a board.
+`deploy/compose/prometheus.yaml` does: `honor_labels: true` is needed, since a label `instance`
+names an engine here. `deploy/prometheus-rules.yaml` has the alarms, `deploy/grafana` a board.
 `docs/router.md` and `docs/hotspots.md` say what the numbers mean together.
 
 Labels are bounded: models, instances and tenants by configuration, everything else by the code;

@@ -157,7 +157,7 @@ async def test_the_board_can_be_read() -> None:
 
 
 async def test_what_grafana_and_prometheus_are_given_fits_together() -> None:
-    """The board's folder is provided, the rules' file is loaded, and names of engines survive."""
+    """The board's folder is provided, rules are loaded, and names of engines survive."""
     provisioning = DEPLOY / "grafana" / "provisioning"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "multiplane.yaml").read_text())[
         "providers"
@@ -167,9 +167,10 @@ async def test_what_grafana_and_prometheus_are_given_fits_together() -> None:
         "datasources"
     ]
     assert source["type"] == "prometheus"
-    scraping = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
-    assert scraping["rule_files"] == [RULES.name]
-    assert all(job["honor_labels"] for job in scraping["scrape_configs"])
+    scraping = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
+    assert scraping["rule_files"]
+    jobs = {job["job_name"]: job for job in scraping["scrape_configs"]}
+    assert all(jobs[name]["honor_labels"] for name in ("router", "sidecar", "detector"))
 
 
 async def test_alarms_say_what_to_do() -> None:
