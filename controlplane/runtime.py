@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -38,8 +39,20 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
             loop.add_signal_handler(number, asked)
         return await main(stop)
 
+    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(guarded())
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many open files as it may: a connection is one, and a stream two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # some systems' hard limit is none that may be set
+        logging.getLogger(__name__).info("the limit on open files stays %d: %s", soft, error)
 
 
 def log_to_stderr(level: str = "info") -> None:

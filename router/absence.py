@@ -54,7 +54,8 @@ def no_model(
             f"{len(problems)} registered, and none can be used; the first one: {problems[0]}; "
             "correct what its sidecar was told (`--advertise-url`)",
         )
-    if directory.get(name) is not None or (not directory.names and len(directory)):
+    known = len(directory) + directory.forgotten
+    if directory.get(name) is not None or (known and not directory.names):
         of = f"every instance of {name!r}" if directory.get(name) else "every instance"
         return unavailable("no_instance", f"{of} has left; {_LOOK}, lost ones too")
     return None if directory.names else unavailable("no_instance", _NEVER)

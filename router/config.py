@@ -39,6 +39,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
         join_s_max: how long a router that starts learns before it listens for clients: one that
             serves at once refuses them, or scatters their prefixes.
         register_s: how often this router says where it is, for people who look for it.
+        forget_model_s: how long a model without instances is remembered.
         tick_s: how often ageing and sweeping run.
         flush_s: how long route events wait for company.
         snapshot_timeout_s: silence of a sidecar that was asked for a snapshot, or in the middle of
@@ -79,6 +80,7 @@ class RouterConfig(msgspec.Struct, frozen=True):
     events_slice_s: float = 0.001
     join_s_max: float = 5.0
     register_s: float = 5.0
+    forget_model_s: float = 600.0
     tick_s: float = 0.1
     flush_s: float = 0.01
     snapshot_timeout_s: float = 2.0

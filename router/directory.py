@@ -41,6 +41,7 @@ class ServedModel:
         reader: None until the card has come; requests are routed by load until then.
         habits: how Anthropic's messages become chats.
         max_model_len: the longest context that any instance takes; None if none says.
+        idle_since_s: since when it has had no instance and no request; None if it has some.
     """
 
     def __init__(self, model: str, plane: Plane) -> None:
@@ -51,7 +52,18 @@ class ServedModel:
         self.reader: PromptReader | None = None
         self.habits = Habits()
         self.max_model_len: int | None = None
+        self.idle_since_s: float | None = None
         self._made_from: ModelCard | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has neither an instance nor a request on its way."""
+        return not len(self.plane.fleet) and not self.plane.requests.tickets
+
+    def close(self) -> None:
+        """Forget its prompts."""
+        if self.reader is not None:
+            self.reader.close()
 
     def reads_alike(self, card: ModelCard) -> bool:
         """Whether the reader in use reads prompts as this card wants it."""
@@ -82,8 +94,10 @@ class Directory:
     """Models by name.
 
     Attributes:
-        models_max: models served at once; records of further ones are refused and counted.
+        models_max: models known at once: a further one takes the place of the one that has been
+            idle longest, and if none is, its records are refused and counted.
         refused: records that were refused.
+        forgotten: models that were forgotten, so far.
         learning: what this router waits for before it takes requests; empty once it knows enough.
     """
 
@@ -92,6 +106,8 @@ class Directory:
     ) -> None:
         self.models_max = models_max
         self.refused = 0
+        self.forgotten = 0
+        self._replaced: list[ServedModel] = []
         self.learning = ""
         self._router_id = router_id
         self._epoch = epoch
@@ -138,13 +154,44 @@ class Directory:
         """Return the model of a record, made known if it is new; None at the bound."""
         served = self._models.get(record.model)
         if served is None:
-            if len(self._models) >= self.models_max:
+            if len(self._models) >= self.models_max and not self._replace():
                 self.refused += 1
                 return None
             rng = random.Random(f"{self._router_id}/{record.model}")
             plane = Plane(record.model, self._router_id, self._epoch, self._config, rng)
             served = self._models[record.model] = ServedModel(record.model, plane)
         return served
+
+    def _replace(self) -> bool:
+        """Forget the model that has been idle longest; False if none is."""
+        idle = [served for served in self._models.values() if served.idle]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda served: served.idle_since_s or float("inf"))
+        self._replaced.append(self._drop(oldest))
+        return True
+
+    def _drop(self, served: ServedModel) -> ServedModel:
+        del self._models[served.model]
+        self.forgotten += 1
+        served.close()
+        return served
+
+    def forget(self, now_s: float, after_s: float) -> list[ServedModel]:
+        """Forget models that have been idle for `after_s`.
+
+        Returns:
+            These, and those that made room for others since this was last asked.
+        """
+        forgotten, self._replaced = self._replaced, []
+        for served in list(self._models.values()):
+            if not served.idle:
+                served.idle_since_s = None
+            elif served.idle_since_s is None:
+                served.idle_since_s = now_s
+            elif now_s - served.idle_since_s >= after_s:
+                forgotten.append(self._drop(served))
+        return forgotten
 
     def rename(self) -> None:
         """Derive the names anew. Call after instances came, changed or went."""

@@ -290,7 +290,7 @@ class EventPath:
         assert self._cards is not None
         wait_s = 0.2
         try:
-            while True:
+            while self._directory.get(served.model) is served:
                 try:
                     data = await self._cards.get(digest)
                     if data is not None:
@@ -402,7 +402,8 @@ class EventPath:
         """Fetch one snapshot, chunk by chunk; exactly one failure is told if it does not come."""
         await asyncio.sleep(wanted.after_s)
         served = self._directory.get(wanted.model)
-        assert served is not None
+        if served is None:
+            return  # The model was forgotten meanwhile.
         plane = served.plane
         subject = subjects.snapshot(wanted.model, wanted.instance_id)
         request = encode(messages.SnapshotRequest(self._router_id))

@@ -126,6 +126,11 @@ class RouterProcess:
 
     def _ticked(self, now_s: float) -> None:
         """Let time show where nothing else happens."""
+        for served in self._directory.forget(now_s, self.config.forget_model_s):
+            logger.info("%s is forgotten: it has no instances any more", served.model)
+            self.metrics.forget(served.model)
+            if self.router.rooms is not None:
+                self.router.rooms.forget(served.model)
         self.router.instances.refresh(now_s)
         self._peer_use.expire(now_s)
         self._access.used_elsewhere(self._peer_use.take_changes())
@@ -244,6 +249,11 @@ class RouterProcess:
         for name, text, value in counted(self._bus.stats()):
             suffix = "" if name.startswith("buffered") else "_total"
             yield Sample(f"bus_{name}{suffix}", text, value)
+        yield Sample(
+            "model_records_refused_total",
+            "Instance records of models beyond the most that a router knows.",
+            self._directory.refused,
+        )
         yield Sample(
             "records_unusable",
             "Instance records that no request can be sent by, such as for a bad url.",

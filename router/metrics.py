@@ -195,6 +195,11 @@ class RequestMetrics:
         if usage.cached_tokens:
             self._reused[()] += usage.cached_tokens
 
+    def forget(self, model: str) -> None:
+        """Show nothing of a model any more."""
+        for key in [key for key in self._requests if key[0] == model]:
+            del self._requests[key]
+
     def watch(self, samples: Callable[[], Iterable[Sample]]) -> None:
         """Let scrapes show whatever `samples` yields then."""
         self._registry.register(_Samples(samples))

@@ -64,6 +64,12 @@ class WaitingRooms:
                     logger.warning("the latency model of %s is of no use: %s", model, error)
             await asyncio.sleep(self._config.latency_poll_s)
 
+    def forget(self, model: str) -> None:
+        """Close the room of a model that is gone."""
+        room = self._rooms.pop(model, None)
+        if room is not None:
+            room.stop()
+
     def stop(self) -> None:
         """Refuse whoever still waits."""
         for room in self._rooms.values():

@@ -177,6 +177,14 @@ def router(
         float,
         typer.Option(min=0.0, help="Time for running streams at a stop.", rich_help_panel=PROCESS),
     ] = 60.0,
+    forget_model_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="How long a model without instances is remembered.",
+            rich_help_panel=PROCESS,
+        ),
+    ] = 600.0,
     body_mib_max: Annotated[
         int,
         typer.Option(
@@ -264,6 +272,7 @@ def router(
         router_id=router_id,
         reuse_port=reuse_port,
         plane=plane,
+        forget_model_s=forget_model_s,
         server=ServerLimits(body_bytes_max=body_mib_max * MIB),
         queue=queueing,
         coalesce=CoalesceConfig(coalesce_tokens) if coalesce else None,
@@ -280,9 +289,8 @@ def router(
     )
     _check_files(config)
     _check_ports(config)
-    if workers > 1 and not port:
-        raise UsageError("--workers needs a --port to share; 0 would give each its own")
     if workers > 1:
+        _check_shared(config)
         raise typer.Exit(_run_workers(config, workers, log_level))
     raise typer.Exit(_run_one(config))
 
@@ -336,6 +344,12 @@ def _check_files(config: RouterConfig) -> None:
         raise UsageError(f"--tls-cert {config.tls_cert_path}: {error}") from error
     if config.engine_key_path:
         Path(config.engine_key_path).read_text(encoding="ascii")
+
+
+def _check_shared(config: RouterConfig) -> None:
+    """Raise UsageError if several processes cannot share the port."""
+    if not config.port:
+        raise UsageError("--workers needs a --port to share; 0 would give each its own")
 
 
 def _check_ports(config: RouterConfig) -> None:

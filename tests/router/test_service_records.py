@@ -104,3 +104,45 @@ async def test_an_explanation_that_fails_is_answered(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(rig.served.plane.requests, "decide", None)
         with pytest.raises(Exception, match="500"):
             await rig.explain(chat("hi"))
+
+
+async def test_a_model_whose_instances_are_gone_is_forgotten() -> None:
+    """It vanishes from state, metrics and lists, and is as new when it comes back."""
+    async with ServiceRig({"forget_model_s": 0.1}) as rig:
+        await rig.instance("a")
+        await rig.chat("hi")
+        record = rig.known("a").record
+        await rig.put(msgspec.structs.replace(record, state="stopped"))
+        await until(lambda: rig.served is None)
+        assert (await rig.http.get(f"{rig.admin}/debug/state"))["models"] == {}
+        assert 'model="tiny"' not in rig.process.metrics.render().decode()
+        assert "has left" in str(await rig.refusal("/v1/chat/completions", chat("hi")))
+        await rig.put(record)
+        await until(lambda: rig.served is not None and rig.served.reader is not None)
+        await rig.chat("hi")
+
+
+async def test_junk_models_do_not_keep_real_ones_out() -> None:
+    """One whose instances are gone makes room; while all have some, the refused are counted."""
+    async with ServiceRig() as rig:
+        directory = rig.process.router.directory
+        directory.models_max = 2
+        junk = [
+            InstanceRecord("x", f"junk-{n}", "http://127.0.0.1:1", epoch=1, kv_events=False)
+            for n in range(2)
+        ]
+        for record in junk:
+            await rig.put(record)
+        await until(lambda: len(directory) == 2)
+        await _refused(rig, "other")
+        await rig.put(msgspec.structs.replace(junk[0], state="stopped"))
+        await rig.instance("a")
+        await rig.chat("hi")
+        assert set(directory.names) == {"junk-1", MODEL}
+
+
+async def _refused(rig: ServiceRig, model: str) -> None:
+    """Register an instance of one model too many."""
+    await rig.put(InstanceRecord("x", model, "http://127.0.0.1:1", epoch=1, kv_events=False))
+    await until(lambda: rig.process.router.directory.refused == 1)
+    assert "multiplane_model_records_refused_total 1.0" in rig.process.metrics.render().decode()
