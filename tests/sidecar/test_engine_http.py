@@ -11,6 +11,7 @@ from aiohttp import web
 from lab.tiny_model import tiny_model_dir
 from sidecar.engine_http import EngineError, EngineHttp, NotAnEngine, Served
 from tests.lab.server_helpers import serving
+from tests.router.service_rig import ServiceRig
 
 
 async def test_an_engine_answers_what_a_sidecar_asks() -> None:
@@ -104,6 +105,18 @@ async def test_a_router_is_no_engine(
     async with EngineHttp(await odd(router)) as http:
         with pytest.raises(NotAnEngine, match="is a Multiplane router, not an engine"):
             await http.check_health()
+
+
+@pytest.mark.slow
+async def test_our_own_router_is_known_for_one() -> None:
+    """On the port of its clients and on its operators', ready or not."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        for url in (rig.url, rig.admin):
+            async with EngineHttp(url) as http:
+                for ask in (http.check_health, http.models):
+                    with pytest.raises(NotAnEngine, match="is a Multiplane router"):
+                        await ask()
 
 
 async def test_routes_that_older_engines_lack_are_not_errors(
