@@ -1,13 +1,15 @@
 """A nats-server of our own, for `multiplane up`, trials and tests: nothing to install or clean up.
 
 The server is a child that ends with us, however we end: the kernel signals it when its parent
-dies. It runs in its own session, so that Ctrl-C reaches us alone and we stop it last.
+dies. It runs in its own session, so that Ctrl-C reaches us alone and we stop it last. What a killed
+process leaves in the temporary folder the next one sweeps up: every owner holds a lock on its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import json
 import os
 import shutil
@@ -27,6 +29,8 @@ _POLL_S = 0.01
 _LOG_BYTES_MAX = 16 << 20
 _LOG_LINES_SHOWN = 15
 _PR_SET_PDEATHSIG = 1
+_PREFIX = "multiplane-nats-"
+_LOCK = "owner.lock"
 
 
 def find_server() -> Path:
@@ -55,6 +59,31 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def _own(folder: Path) -> int:
+    """Mark a folder as in use, until the returned descriptor is closed or this process ends."""
+    fresh = folder / f"{_LOCK}.new"
+    descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    fresh.rename(folder / _LOCK)  # nobody sees the mark before it is locked
+    return descriptor
+
+
+def sweep() -> None:
+    """Remove the temporary folders whose owners were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:
+            continue  # it has no owner's mark, or is not ours
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue  # in use
+        finally:
+            os.close(descriptor)
+
+
 class EmbeddedNats:
     """A nats-server child process with JetStream, listening on this host only.
 
@@ -81,7 +110,9 @@ class EmbeddedNats:
         ready_s_max: float = 10.0,
     ) -> None:
         self.port = port
-        self._temporary = Path(tempfile.mkdtemp(prefix="multiplane-nats-"))
+        sweep()
+        self._temporary = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._owned: int | None = _own(self._temporary)
         self._store_dir = store_dir or self._temporary / "jetstream"
         self._config = config
         self._args = tuple(args)
@@ -134,6 +165,9 @@ class EmbeddedNats:
     async def stop(self) -> None:
         """Shut it down in order, and remove what is temporary."""
         await self._end(signal.SIGTERM)
+        if self._owned is not None:
+            os.close(self._owned)
+            self._owned = None
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     async def kill(self) -> None:

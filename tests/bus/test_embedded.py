@@ -1,5 +1,6 @@
 """The nats-server child: found, started, ended, and never left behind."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -48,6 +49,31 @@ async def test_failure_shows_the_log() -> None:
         await server.start()
     assert not server.running
     await server.stop()
+
+
+def test_what_a_killed_owner_leaves_is_swept_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next one removes the folder of an owner that died, and none that is in use or strange."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    strange = tmp_path / "multiplane-nats-strange"
+    strange.mkdir()
+    script = (
+        "import os, signal\n"
+        "from controlplane.bus.embedded import EmbeddedNats\n"
+        "EmbeddedNats()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=False)
+    (left,) = set(tmp_path.iterdir()) - {strange}
+    servers = [EmbeddedNats(), EmbeddedNats()]
+    assert not left.exists()
+    assert len(list(tmp_path.iterdir())) == 3
+    for server in servers:
+        asyncio.run(server.stop())
+        asyncio.run(server.stop())
+    assert list(tmp_path.iterdir()) == [strange]
 
 
 async def test_two_servers_do_not_meet() -> None:
