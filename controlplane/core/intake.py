@@ -34,6 +34,9 @@ HEARD_S = 2.0
 FORGIVEN_S = 60.0
 """A set that did not add up, or found no room, is forgotten after this long."""
 
+CHUNKS_MAX = 100_000
+"""Parts of a snapshot: a hundred times what the largest set needs; more would never end."""
+
 UNUSED_BATCHES_MAX = 3
 UNUSED_S_MAX = 5.0
 """So many batches over so long of which none could be used are no late or repeated ones."""
@@ -268,6 +271,9 @@ class BlockIntake:
         if not instance.fetch:
             return []
         instance.heard_s = now_s
+        if chunk.chunks > CHUNKS_MAX:
+            wrong = f"a snapshot of {chunk.chunks} parts"
+            return self.failed(instance, self._wrong(instance, wrong, now_s), now_s)
         of = (chunk.epoch, chunk.seq, chunk.chunks)
         if chunk.index == 0:
             self._drop_shadow(instance)

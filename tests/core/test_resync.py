@@ -8,6 +8,7 @@ import pytest
 from controlplane.core.effects import Effect, FetchSnapshot
 from controlplane.core.events import BusState, SnapshotFailed, Tick
 from controlplane.core.hashing import pack_hashes
+from controlplane.core.intake import CHUNKS_MAX
 from controlplane.core.plane import Plane
 from controlplane.core.stream import Trust
 from schemas.bus import KvBatch, KvStored
@@ -197,6 +198,17 @@ def test_a_snapshot_with_an_absurd_number_heals_as_well() -> None:
     exact_s = _life_of(made, publisher, 0.5, 20.0)
     assert exact_s[-10:] == [15.5 + beat / 2 for beat in range(10)]
     assert made.intake.counts["doubted"] == 1
+
+
+def test_a_snapshot_of_absurdly_many_parts_ends_at_once() -> None:
+    """It would keep one of the few places for fetches for ever."""
+    made, publisher, fetch = _joined()
+    endless = msgspec.structs.replace(publisher.snapshot(chunks=2)[0], chunks=CHUNKS_MAX + 1)
+    (again,) = _asked(made.handle(endless, 0.1))
+    assert not made.wants(fetch)
+    most = msgspec.structs.replace(endless, chunks=CHUNKS_MAX)
+    made.handle(most, 0.2)
+    assert made.wants(again)
 
 
 def test_old_batches_of_a_router_that_is_late_do_not_empty_its_sets() -> None:
