@@ -53,7 +53,7 @@ def test_a_story_tells_every_attempt() -> None:
         "ended: retried, status none",
         "attempt 2: sent to b",
         "queued for 250 ms",
-        "left out: health 1",
+        "left out: tried 1",
         "37 tokens computed, first byte 50 ms after the request",
         "answer    77 tokens",
         "0 tokens found by the engine: -16 against the promise",
@@ -62,7 +62,7 @@ def test_a_story_tells_every_attempt() -> None:
     assert text.index("sent to a") < text.index("attempt 2")
     rows = [line for line in text.splitlines() if line.startswith("  →")]
     assert [row.split()[1] for row in rows] == ["a", "b"]
-    assert "health" in text[text.rindex("  score") :]
+    assert "tried" in text[text.rindex("  score") :]
 
 
 def test_the_end_of_an_id_is_enough() -> None:
