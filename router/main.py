@@ -82,6 +82,7 @@ class RouterProcess:
             config,
             self._directory,
             self._pool,
+            self._cache,
             self.metrics,
             self.router_id,
             access=self._access,
@@ -235,6 +236,9 @@ class RouterProcess:
         now_s = time.monotonic()
         yield from plane_samples(self._directory, self.router.instances, now_s)
         yield from tenant_samples(self._access, now_s)
+        yield Sample(
+            "prefixes", "Prefixes that are registered.", len(self.router.prefixes.registry)
+        )
         if self.router.rooms is not None:
             yield from self.router.rooms.samples()
         for name, text, value in counted(self._server.stats):

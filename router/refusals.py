@@ -245,3 +245,24 @@ def stopping() -> Refusal:
         code="stopping",
         retry_after_s=RETRY_AFTER_S,
     )
+
+
+def unknown_prefix(handle: str) -> Refusal:
+    """Refuse a handle that stands for nothing of this caller's."""
+    return Refusal(
+        404,
+        "unknown_prefix",
+        f"no prefix {handle[:64]!r} is registered here; handles are of the router that gave them",
+        code="prefix_not_found",
+    )
+
+
+def too_many_prefixes(problem: str) -> Refusal:
+    """Refuse a registration beyond a bound."""
+    return Refusal(
+        429,
+        "prefixes",
+        f"{problem}; release some with DELETE /v1/prefixes/HANDLE",
+        "rate_limit_error",
+        code="too_many_prefixes",
+    )

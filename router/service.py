@@ -30,6 +30,9 @@ from router.http_proxy import Forwarder
 from router.instances import Instances, Key
 from router.local_answers import PROBES, is_about_models, models, options
 from router.metrics import RequestMetrics
+from router.prefix_api import PATH as PREFIXES
+from router.prefix_api import PrefixApi
+from router.prefix_cache import PrefixCache
 from router.refusals import Refusal
 from router.routing import Routing
 from router.surface import (
@@ -46,6 +49,7 @@ from router.tenant_gate import TenantGate
 from router.tenants import NOBODY, Tenant
 from router.upstream import UpstreamPool
 from router.waiting_rooms import WaitingRooms
+from router.warming import Warmer
 from schemas.codec import RemoteError
 
 if TYPE_CHECKING:
@@ -77,6 +81,7 @@ class Router:
         tracer: gets its spans; None if nobody collects them.
         router_id: this router's name on the bus.
         rooms: where requests wait; None if they never do.
+        prefixes: what callers have registered.
     """
 
     events: EventPath
@@ -86,6 +91,7 @@ class Router:
         config: RouterConfig,
         directory: Directory,
         pool: UpstreamPool,
+        cache: PrefixCache,
         metrics: RequestMetrics,
         router_id: str,
         *,
@@ -115,6 +121,7 @@ class Router:
         self._engine_lines = b"%b: %b\r\n" % (HOPS_HEADER, self._hop)
         if engine_key:
             self._engine_lines += b"authorization: Bearer %b\r\n" % engine_key.encode()
+        self.prefixes = PrefixApi(directory, Warmer(pool, self._engine_lines), cache)
         self._reading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -139,6 +146,8 @@ class Router:
             self._refuse(exchange, endpoint, caller.tenant, refusal)
         elif method in _GET and is_about_models(path):
             models(self.directory, caller.tenant, exchange)
+        elif endpoint is PASS_THROUGH and path.startswith(PREFIXES):
+            self.prefixes.handle(exchange, caller.tenant, self.spawn)
         else:
             self._route(exchange, endpoint, caller)
 
@@ -317,6 +326,7 @@ class Router:
 
     async def stop(self) -> None:
         """End what is still being read."""
+        self.prefixes.stop()
         if self.rooms is not None:
             self.rooms.stop()
         for task in list(self._reading):

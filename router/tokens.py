@@ -27,7 +27,7 @@ from router.chat_template import (
     RenderOptions,
     TemplateSyntaxError,
 )
-from router.prefix_cache import PrefixCache, Space
+from router.prefix_cache import Handle, PrefixCache, Space
 from router.prompt import HEAD_TOKENS, Inexact, Prompt, Reason
 from router.segments import Cutter, choose_cuts
 from router.tokenizer import TextError, Tokenizer, TokenizerError
@@ -191,6 +191,14 @@ class PromptReader:
             salted = _salted(extras, request.cache_salt)
             return self._count(self._from_ids_now(prompt, salted))
         return self._finish_now(self._completion_steps(prompt, request, extras, None))
+
+    def pin_chat(self, request: ChatRequest, extras: Extras) -> Handle | None:
+        """Keep what is cached of a chat until the handle is released; None where nothing is."""
+        template = self._unrendered(request)
+        text = "" if isinstance(template, Inexact) else template.render(request)
+        texts = self._cutter.cut(text) if isinstance(text, str) else []
+        found = self._cache.register(self._space, _salted(extras, request.cache_salt), texts)
+        return None if found is None else found[0]
 
     # --- what is to be tokenized ---
 

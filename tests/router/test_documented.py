@@ -17,9 +17,12 @@ from tests.router.service_rig import ServiceRig
 PAGE = (Path(__file__).parents[2] / "docs" / "router.md").read_text()
 
 
-def block(language: str) -> str:
+QUEUEING = (Path(__file__).parents[2] / "docs" / "queueing.md").read_text()
+
+
+def block(language: str, page: str = PAGE) -> str:
     """Return the first code block of a language."""
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    found = re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -31,6 +34,8 @@ def test_the_example_files_are_read() -> None:
     fields = {field for field in Tenant.__struct_fields__ if field != "name"}
     assert all(f"{field} = " in block("toml") for field in fields)
     assert len(parse_keys(block(""))) == 3
+    queueing = parse_tenants(block("toml", QUEUEING))
+    assert queueing["agents"].degrade_model == "small"
 
 
 def test_every_endpoint_and_log_field_is_in_its_table() -> None:

@@ -1,0 +1,98 @@
+"""Letting instances compute a prefix before anybody needs it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import msgspec
+
+from controlplane.core.decision import RouteRequest
+from controlplane.core.dispatch import Ticket
+from router.directory import ServedModel
+from router.http_head import ResponseHead
+from router.upstream import UpstreamPool
+from router.upstream_connection import ErrorKind
+
+
+class Warming(msgspec.Struct, frozen=True):
+    """What is to be computed: a request for one token after the prefix."""
+
+    served: ServedModel
+    request: RouteRequest
+    path: str
+    body: bytes
+
+
+class Warmer:
+    """Sends such requests; they are booked like all others.
+
+    Attributes:
+        counts: how they ended.
+    """
+
+    def __init__(self, pool: UpstreamPool, request_lines: bytes) -> None:
+        self.counts: Counter[str] = Counter()
+        self._pool = pool
+        self._lines = request_lines
+
+    def holders(self, work: Warming) -> list[str]:
+        """Return the instances that hold a whole prefix."""
+        index, key = work.served.plane.index, work.request.hashes[-1]
+        return sorted(
+            instance.record.instance_id
+            for instance in work.served.plane.fleet
+            if 0 in instance.slots and index.holds(instance.slots[0], key)
+        )
+
+    def warm(self, work: Warming, instances: int) -> None:
+        """Let so many more instances compute a prefix, those with the smallest batches first."""
+        plane = work.served.plane
+        held = set(self.holders(work))
+        free = [each for each in plane.fleet if each.record.instance_id not in held]
+        free = [each for each in free if plane.fleet.ready[each.row]]
+        free.sort(key=lambda each: int(plane.ledger.batch[each.row]))
+        for instance in free[:instances]:
+            self._send(work, instance.record.instance_id)
+
+    def _send(self, work: Warming, instance_id: str) -> None:
+        requests, now_s = work.served.plane.requests, time.monotonic()
+        request = msgspec.structs.replace(work.request, pinned=instance_id)
+        decision = requests.decide(request, now_s)
+        assert decision is not None, "there is a fleet: it has this instance"
+        ticket = requests.book(decision, now_s, time.time())
+        head = b"POST %b HTTP/1.1\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n" % (
+            work.path.encode(),
+            self._lines,
+            len(work.body),
+        )
+        key = (work.served.model, decision.instance.record.instance_id)
+        self._pool.send(key, head, work.body, _Sink(self, work, ticket))
+
+
+class _Sink:
+    """Takes the answer, of which only its end matters."""
+
+    def __init__(self, warmer: Warmer, work: Warming, ticket: Ticket) -> None:
+        self._warmer = warmer
+        self._work = work
+        self._ticket = ticket
+        self._status = 0
+
+    def on_response_head(self, head: ResponseHead) -> None:
+        self._status = head.status
+
+    def on_data(self, data: bytes) -> None:
+        """Ignore it."""
+
+    def on_end(self) -> None:
+        self._finish("ok" if self._status < 400 else "upstream_error")
+
+    def on_error(self, kind: ErrorKind) -> None:
+        self._finish("upstream_error")
+
+    def _finish(self, outcome: str) -> None:
+        self._warmer.counts[outcome] += 1
+        self._work.served.plane.requests.finish(
+            self._ticket, outcome, self._status, time.monotonic(), time.time()
+        )

@@ -1,0 +1,131 @@
+"""`/v1/prefixes`, over HTTP and down to the engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from controlplane.http_client import HttpError
+from schemas.bus import Finished
+from tests.router.service_rig import MODEL, ServiceRig, until
+
+pytestmark = pytest.mark.slow
+
+SYSTEM = [{"role": "system", "content": "You know the whole manual by heart. " * 20}]
+
+
+async def ask(rig: ServiceRig, method: str, handle: str = "", body: Any = None) -> Any:
+    """Sends a request about prefixes; returns the answer."""
+    path = f"/v1/prefixes/{handle}" if handle else "/v1/prefixes"
+    return await rig.http._ask(method, rig.url + path, body)
+
+
+async def register(rig: ServiceRig, **options: Any) -> Any:
+    """Registers the system message."""
+    return await ask(rig, "POST", body={"model": MODEL, "messages": SYSTEM, **options})
+
+
+async def test_a_prefix_is_registered_listed_and_released() -> None:
+    """References are counted; the last release ends it, pins included."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        first = await register(rig, pin=True)
+        assert first["pinned"]
+        assert (first["references"], first["instances"]) == (1, [])
+        again = await register(rig)
+        assert (again["id"], again["references"]) == (first["id"], 2)
+        assert rig.process._cache.stats.handles == 1
+        listed = await ask(rig, "GET")
+        assert [each["id"] for each in listed["data"]] == [first["id"]]
+        assert (await ask(rig, "GET", first["id"]))["tokens"] == first["tokens"]
+        assert (await ask(rig, "DELETE", first["id"])) == {
+            "id": first["id"], "deleted": False, "references": 1,
+        }  # fmt: skip
+        assert (await ask(rig, "DELETE", first["id"]))["deleted"]
+        assert rig.process._cache.stats.handles == 0
+        with pytest.raises(HttpError, match="is registered here") as caught:
+            await ask(rig, "GET", first["id"])
+        assert caught.value.status == 404
+
+
+async def test_a_registered_chat_is_the_beginning_of_those_that_go_on_from_it() -> None:
+    """Its blocks are those of the longer prompt, so that what is warmed is found."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        first = await register(rig)
+        body = {"model": MODEL, "messages": [*SYSTEM, {"role": "user", "content": "Hello"}]}
+        explained = await rig.explain(body)
+        key = explained["block_hashes"][first["blocks"] - 1]
+        assert first["id"].startswith(f"pfx_{key}")
+
+
+async def test_a_prefix_is_warmed_on_as_many_instances_as_asked_for() -> None:
+    """Each computes it and one token; the work is booked like any other."""
+    async with ServiceRig() as rig:
+        engines = [await rig.instance(name) for name in "abc"]
+        await register(rig, warm=2)
+        await until(lambda: len(rig.of_kind(Finished)) == 2)
+        asked = [each.received[0] for each in engines if each.requests]
+        assert [each.requests for each in engines if each.requests] == [1, 1]
+        body = msgspec.json.decode(asked[0].body)
+        assert (body["messages"], body["max_tokens"]) == (SYSTEM, 1)
+        assert not rig.served.plane.requests.tickets
+
+
+async def test_a_hot_prefix_is_spread_to_one_more_instance() -> None:
+    """Uses are counted in prompts that begin with it; a cool one stays where it is."""
+    async with ServiceRig() as rig:
+        for name in "ab":
+            await rig.instance(name)
+        found = await register(rig, spread=True)
+        api = rig.process.router.prefixes
+        (prefix,) = api.registry.spreading()
+        user = {"role": "user", "content": "Hello"}
+        for _ in range(10):
+            body = {"model": MODEL, "messages": [*SYSTEM, user]}
+            await rig.http.post(f"{rig.url}/v1/chat/completions", body)
+        await rig.chat("something else")
+        assert prefix.uses == 10
+        before = len(rig.of_kind(Finished))
+        api._spread()
+        await until(lambda: len(rig.of_kind(Finished)) > before)
+        assert rig.of_kind(Finished)[-1].request_id == found["id"]
+        assert prefix.uses == 0
+        api._spread()
+        await rig.chat("wait for what follows")
+        assert len(rig.of_kind(Finished)) <= before + 2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"model": MODEL}, "either `messages` or `tokens`"),
+        ({"model": MODEL, "tokens": [1, 2, 3]}, "shorter than one block"),
+        ({"model": MODEL, "messages": SYSTEM, "warm": 1000}, "at most 64"),
+        ({"model": "nobody", "messages": SYSTEM}, "does not exist"),
+        ({"model": MODEL, "tokens": "x"}, "cannot be read"),
+    ],
+)
+async def test_mistakes_are_explained(body: dict[str, Any], said: str) -> None:
+    """Nothing is registered then."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        with pytest.raises(HttpError, match=said):
+            await ask(rig, "POST", body=body)
+        assert len(rig.process.router.prefixes.registry) == 0
+
+
+async def test_tokens_can_be_registered_as_they_are() -> None:
+    """With a salt they are another prefix."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        ids = list(range(40))
+        plain = await ask(rig, "POST", body={"model": MODEL, "tokens": ids, "warm": 1})
+        salted = await ask(rig, "POST", body={"model": MODEL, "tokens": ids, "cache_salt": "x"})
+        assert (plain["tokens"], plain["blocks"]) == (40, 2)
+        assert plain["id"] != salted["id"]
+        engine = rig.engines["a"]
+        await until(lambda: engine.requests == 1)
+        assert msgspec.json.decode(engine.received[0].body)["prompt"] == ids
