@@ -82,6 +82,7 @@ async def test_a_hot_prefix_is_spread_to_one_more_instance() -> None:
         found = await register(rig, spread=True)
         api = rig.process.router.prefixes
         (prefix,) = api.registry.spreading()
+        api.stop()  # here it is the test that looks
         user = {"role": "user", "content": "Hello"}
         for _ in range(10):
             body = {"model": MODEL, "messages": [*SYSTEM, user]}
