@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import random
 from itertools import islice
@@ -78,7 +79,9 @@ def card() -> ModelCard:
 
 async def fill(bus: Bus, process: RouterProcess, engines: list[str]) -> list[Sidecar]:
     """Register the engines, and fill the index with blocks of each."""
-    await (await bus.objects(subjects.MODELS)).put("card", encode(card()))
+    data = encode(card())
+    digest = hashlib.sha256(data).hexdigest()
+    await (await bus.objects(subjects.MODELS)).put(digest, data)
     bucket = await bus.bucket(subjects.INSTANCES)
     sidecars = []
     for number, engine in enumerate(engines):
@@ -87,7 +90,7 @@ async def fill(bus: Bus, process: RouterProcess, engines: list[str]) -> list[Sid
             *(name, MODEL, f"http://{engine}", 1),
             block_size=BLOCK_SIZE,
             max_model_len=CONTEXT_TOKENS,
-            card="card",
+            card=digest,
         )
         await bucket.put(subjects.key(MODEL, name), encode(record))
         sidecars.append(Sidecar(bus, name))

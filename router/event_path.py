@@ -9,6 +9,7 @@ counted. Nothing on the request path waits for any of this.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import Counter, deque
@@ -294,6 +295,7 @@ class EventPath:
                 try:
                     data = await self._cards.get(digest)
                     if data is not None:
+                        await asyncio.to_thread(_check_digest, digest, data)
                         await self._use_card(served, digest, messages.decode_card(data))
                         return
                 except BusError as error:
@@ -450,6 +452,12 @@ class EventPath:
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the event path failed", exc_info=task.exception())
             self.counts["task_failed"] += 1
+
+
+def _check_digest(digest: str, data: bytes) -> None:
+    """Raise RemoteError if a model card is not the one that its name stands for."""
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise RemoteError("its bytes are not those that its name is the digest of")
 
 
 def _decode_record(value: bytes, key: str) -> messages.InstanceRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -126,14 +127,17 @@ class ServiceRig:
         """Upload the tiny model's card once; returns its name."""
         if not self._card:
             objects = await self.bus.objects(subjects.MODELS)
-            await objects.put("card", encode(tiny_card()))
-            self._card = "card"
+            data = encode(tiny_card())
+            self._card = hashlib.sha256(data).hexdigest()
+            await objects.put(self._card, data)
         return self._card
 
-    async def swap_card(self, digest: str, **fields: Any) -> None:
+    async def swap_card(self, **fields: Any) -> None:
         """Give every instance another card, and wait until it is in use."""
         objects = await self.bus.objects(subjects.MODELS)
-        await objects.put(digest, encode(msgspec.structs.replace(tiny_card(), **fields)))
+        data = encode(msgspec.structs.replace(tiny_card(), **fields))
+        digest = hashlib.sha256(data).hexdigest()
+        await objects.put(digest, data)
         for instance in list(self.served.plane.fleet):
             await self.put(msgspec.structs.replace(instance.record, card=digest))
         await until(lambda: self.served.card == digest)

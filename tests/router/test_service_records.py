@@ -10,7 +10,7 @@ from schemas import subjects
 from schemas.bus import InstanceRecord
 from schemas.codec import encode
 from tests.router.fake_engine import Behaviour, FakeEngine, Mode
-from tests.router.service_rig import MODEL, ServiceRig, chat, until
+from tests.router.service_rig import MODEL, ServiceRig, chat, tiny_card, until
 
 pytestmark = pytest.mark.slow  # each starts a router with a real tokenizer
 
@@ -146,3 +146,17 @@ async def _refused(rig: ServiceRig, model: str) -> None:
     await rig.put(InstanceRecord("x", model, "http://127.0.0.1:1", epoch=1, kv_events=False))
     await until(lambda: rig.process.router.directory.refused == 1)
     assert "multiplane_model_records_refused_total 1.0" in rig.process.metrics.render().decode()
+
+
+async def test_a_card_that_is_not_what_its_name_says_is_not_used() -> None:
+    """Damaged or forged, it is told, and requests are routed by load."""
+    async with ServiceRig() as rig:
+        forged = "0" * 64
+        await (await rig.bus.objects(subjects.MODELS)).put(forged, encode(tiny_card()))
+        engine = rig.engines["a"] = FakeEngine(Behaviour())
+        url = f"http://127.0.0.1:{await engine.start()}"
+        await rig.put(InstanceRecord("a", MODEL, url, epoch=1, kv_events=False, card=forged))
+        await until(lambda: rig.process.events.counts["bad_card"])
+        assert rig.served.reader is None
+        await rig.chat("hi")
+        assert len(engine.received) == 1

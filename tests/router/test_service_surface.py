@@ -160,9 +160,9 @@ async def test_a_card_that_reads_alike_keeps_its_reader() -> None:
         await rig.chat(LONG)
         nodes = rig.process._cache.stats.nodes
         assert nodes > 0
-        await rig.swap_card("longer", max_model_len=8192)
+        await rig.swap_card(max_model_len=8192)
         assert rig.served.reader is reader
-        await rig.swap_card("other", chat_template="{{ messages[0].content }}")
+        await rig.swap_card(chat_template="{{ messages[0].content }}")
         assert rig.served.reader is not reader
         assert rig.process._cache.stats.nodes < nodes, "the old prompts are forgotten"
         await rig.chat(LONG)
@@ -172,7 +172,7 @@ async def test_a_card_that_is_no_use_is_told_once(caplog: pytest.LogCaptureFixtu
     """The log says why prompts are routed by load."""
     async with ServiceRig() as rig:
         await rig.instance("a")
-        await rig.swap_card("broken", tokenizer=b"nonsense")
+        await rig.swap_card(tokenizer=b"nonsense")
         await rig.chat("hi")
         await rig.chat("ho")
         await until(lambda: len(rig.of_kind(Routed)) == 2)
