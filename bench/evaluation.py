@@ -1,4 +1,4 @@
-"""Compares all policies on five kinds of traffic, and writes what docs/evaluation.md shows.
+"""Compares all policies on four kinds of traffic, and writes what docs/evaluation.md shows.
 
     python -m bench.evaluation [--jobs N] [--only NAME]     replay, then write numbers and pictures
     python -m bench.evaluation --render                     write the document's tables anew
@@ -34,7 +34,6 @@ DOCUMENT = ROOT / "docs" / "evaluation.md"
 SEEDS = (0, 1, 2)
 HALF, SATURATION = 0.5, 1.0
 SWEPT_LOADS = (0.25, 1.25)
-OVERLOAD = 2.0
 WEIGHTS = (0.3, 0.5, 0.7, 0.85, 0.95)
 POLICIES = (
     "multiplicative",
@@ -70,10 +69,12 @@ class Scenario(msgspec.Struct, frozen=True):
 
     def job(self, load: float, policy: PolicySpec, seed: int = 0, **changes: object) -> Job:
         """Return a replay at a share of the saturating load."""
-        source = msgspec.structs.replace(self.source, seed=seed, qps=load * self.saturation_rps)
-        if source.made:
-            # As many requests at every load.
-            source = msgspec.structs.replace(source, duration_s=source.duration_s / load)
+        source = msgspec.structs.replace(
+            self.source,
+            seed=seed,
+            qps=load * self.saturation_rps,
+            duration_s=self.source.duration_s / load,  # as many requests at every load
+        )
         settings = {"instances": INSTANCES, "profile": self.profile, "seed": seed, **changes}
         return Job(source, policy, ReplayConfig(**settings))  # type: ignore[arg-type]
 
@@ -83,13 +84,6 @@ SCENARIOS = (
     Scenario("api", TraceSource("api", duration_s=6.0), "h20/qwen2.5-7b", 120.0, 1.5),
     Scenario("coder", TraceSource("coder", duration_s=50.0), "h20/qwen3-30b-a3b", 9.0, 10.0),
     Scenario("agent", TraceSource("agent", duration_s=45.0), "h20/qwen2.5-7b", 12.0, 9.0),
-    Scenario(
-        "conversation",
-        TraceSource("sample", duration_s=180.0, jitter_s=3.0),
-        "h20/qwen2.5-7b",
-        2.2,
-        20.0,
-    ),
 )
 
 VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
@@ -179,7 +173,7 @@ def variants(bench: Bench, scenario: Scenario) -> Evaluation:
     """Return what several routers, late events, promises and caps change."""
     found = []
     for name, changes in VARIANTS:
-        (cell,) = bench.cells(scenario, 0.75, ["multiplicative"], SEEDS, **changes)
+        (cell,) = bench.cells(scenario, 0.75, ["multiplicative"], SEEDS[:1], **changes)
         found.append(msgspec.structs.replace(cell, variant=name))
     return Evaluation(variants=found)
 
@@ -192,15 +186,9 @@ def hotspots(bench: Bench, scenario: Scenario) -> Evaluation:
     found = []
     for name, detector in (("no detector", False), ("detector", True)):
         names = ["multiplicative", linear(0.95)]
-        cells = bench.cells(planted, HALF, names, SEEDS, detector=detector)
+        cells = bench.cells(planted, HALF, names, SEEDS[:1], detector=detector)
         found += [msgspec.structs.replace(cell, variant=name) for cell in cells]
     return Evaluation(hotspots=found)
-
-
-def overload(bench: Bench, scenario: Scenario) -> Evaluation:
-    """Return what is served of twice the saturating load."""
-    names = ["multiplicative", linear(0.7), *SWEPT[1:], "vllm_jsq", "oracle_ttft"]
-    return Evaluation(overload=bench.cells(scenario, OVERLOAD, names, (0,)))
 
 
 def run(bench: Bench, scenarios: Sequence[Scenario]) -> Evaluation:
@@ -209,8 +197,6 @@ def run(bench: Bench, scenarios: Sequence[Scenario]) -> Evaluation:
     for scenario in scenarios:
         if scenario.name == "agent":
             parts += [variants(bench, scenario), hotspots(bench, scenario)]
-        if scenario.name == "conversation":
-            parts.append(overload(bench, scenario))
     joined = {
         field: [cell for part in parts for cell in getattr(part, field)]
         for field in Evaluation.__struct_fields__

@@ -47,9 +47,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         main: every policy at half the load and at saturation.
         weights: the weights of linear scoring, one seed.
         swept: some policies at other loads, one seed.
-        variants: routers, lags and so on.
-        hotspots: a planted hotspot, with the detector and without.
-        overload: twice what saturates, one seed.
+        variants: routers, lags and so on, one seed.
+        hotspots: a planted hotspot, with the detector and without, one seed.
     """
 
     main: list[Cell] = []
@@ -57,7 +56,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     swept: list[Cell] = []
     variants: list[Cell] = []
     hotspots: list[Cell] = []
-    overload: list[Cell] = []
 
 
 def cell_of(scenario: str, load: float, policy: str, rows: Sequence[Metrics]) -> Cell:

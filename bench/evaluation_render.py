@@ -142,8 +142,13 @@ def table(found: Evaluation, name: str) -> str:
         return _by_policy([*ours, *swept])
     if kind == "low":
         return _low(found, float(rest))
-    if kind in ("variants", "hotspots", "overload"):
-        return _by_policy(getattr(found, kind), with_variant=kind != "overload")
+    if kind == "swept":
+        scenario, load = rest.split()
+        return _by_policy(
+            [c for c in found.swept if c.scenario == scenario and c.load == float(load)]
+        )
+    if kind in ("variants", "hotspots"):
+        return _by_policy(getattr(found, kind), with_variant=True)
     raise ValueError(f"no table {name!r}")
 
 
