@@ -42,7 +42,7 @@ from schemas import subjects
 from schemas.bus import InstanceRecord, KvBatch, KvRemoved, KvStored, LoadReport, RouteBatch
 from schemas.codec import encode
 
-LAGS_S = (0.0, 0.005, 0.05, 0.5)
+LAGS_S = (0.0, 0.005, 0.5)
 LAG_USUAL_S = 0.005
 KV_TOKENS = 65_536  # of each engine; what a GPU of 80 GB has beside a model of 8 B is twice that
 PROMPT_TOKENS_MAX = 8192

@@ -48,7 +48,7 @@ class ComposeStack:
     def __init__(self) -> None:
         self.project = f"mp-test-{secrets.token_hex(4)}"
         self.ports = {name: free_port() for name in ("balancer", "dashboard", "grafana")}
-        os.environ |= {
+        self._environment = {
             "COMPOSE_PROJECT_NAME": self.project,
             "MULTIPLANE_PORT": str(self.ports["balancer"]),
             "DASHBOARD_PORT": str(self.ports["dashboard"]),
@@ -62,12 +62,17 @@ class ComposeStack:
         """Where clients ask."""
         return f"http://127.0.0.1:{self.ports['balancer']}"
 
+    def _enter(self) -> None:
+        """Say which project is meant; Compose reads it from the environment."""
+        os.environ |= self._environment
+
     def up(self) -> None:
         """Build the images and start everything; return once all that is asked how it is is well.
 
         Raises:
             AssertionError: something is not; holds what everybody said.
         """
+        self._enter()
         try:
             for service in ("credentials", "predictor"):  # the second's begins as the first's
                 self.compose("build", service)
@@ -77,10 +82,12 @@ class ComposeStack:
 
     def down(self) -> None:
         """End everything and remove it, with its volumes."""
+        self._enter()
         self._compose.stop()
 
     def compose(self, *arguments: str) -> str:
         """Run `docker compose`."""
+        self._enter()
         return docker("compose", *arguments)
 
     def containers(self, service: str = "", *, stopped: bool = False) -> list[str]:

@@ -85,15 +85,16 @@ def test_nobody_is_root(stack: ComposeStack) -> None:
         assert host["NanoCpus"] > 0, name
         assert host["PidsLimit"] > 0, name
     for container in stack.containers():
-        rows = docker("top", container, "-eo", "uid").splitlines()[1:]
-        assert all(int(uid) > 0 for uid in rows), (container, rows)
+        rows = docker("top", container, "-eo", "pid,uid").splitlines()[1:]
+        assert all(int(row.split()[1]) > 0 for row in rows), (container, rows)
 
 
 def test_nats_refuses_strangers(stack: ComposeStack) -> None:
     """Nobody gets in without a name, with a wrong password, or with another's."""
     for user, password in (("", ""), ("operator", "guessed"), ("operator", "own")):
         said = try_bus(stack, "dashboard", user, password, "mp.v1.policy.tiny")
-        assert said.startswith("refused authorization"), (user, said)
+        assert said.startswith("refused"), (user, said)
+        assert "authorization" in said, (user, said)
 
 
 @pytest.mark.parametrize(
