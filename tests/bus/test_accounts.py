@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from controlplane.bus import BusError, NatsBus, NatsOptions
-from controlplane.bus.accounts import main, password, read_members, render
+from controlplane.bus.accounts import main, password, permissions, read_members, render
 from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.protocol import Bus, Entry
 from controlplane.bus.setup import describe, ensure
@@ -82,6 +82,17 @@ def test_the_command_prints_users_and_passwords(
     assert "nobody" in capsys.readouterr().err
     assert main(["/nowhere", "--secret-file", "/nowhere"]) == 2
     assert "/nowhere" in capsys.readouterr().err
+
+
+def test_replicas_may_share_an_account() -> None:
+    """A router without ids speaks for any router, and for nobody else."""
+    (replicas,) = read_members("[[router]]\nname = 'routers'\n")
+    allowed = set(permissions(replicas).publish)
+    assert {"mp.v1.route.*.*", "$KV.mp_routers.*.*"} <= allowed
+    assert allowed == {
+        each.replace(".one", ".*")
+        for each in permissions(read_members("[[router]]\nname = 'r'\nids = ['one']\n")[0]).publish
+    }
 
 
 # --- the real server

@@ -124,7 +124,7 @@ def pull(image: str) -> bool:
 
 def mirror() -> str:
     """Return the Debian mirror that this machine uses."""
-    targets = run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian")
+    targets = run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Label: Debian")
     if not targets.stdout:
         raise SystemExit("No registry answers, and there is no Debian mirror to make images from.")
     return targets.stdout.split()[0]
