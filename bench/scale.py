@@ -124,7 +124,7 @@ def volumes(router: Watched, seconds: float) -> dict[str, dict[str, float]]:
             "bytes_per_s": heard.bytes / seconds,
             "blocks_per_s": heard.blocks / seconds,
             "cpu_us_p50": float(np.median(took_us)),
-            "cpu_share": float(np.sum(took_us)) / 1e6 / seconds,
+            "cpu_share": float(np.median(took_us)) * len(took_us) / 1e6 / seconds,
         }
     return rows
 
