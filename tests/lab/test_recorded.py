@@ -19,7 +19,7 @@ CONFIG = ReplayConfig(instances=3, routers=2, through_sidecars=True, kv_tokens=6
 MODEL = "replayed"
 
 
-class Recorded(replays._Replay):
+class Recorded(replays.Replay):
     """A replay whose messages are recorded, as `multiplane audit record` does on a real bus."""
 
     writer: RecordingWriter
