@@ -332,6 +332,12 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
     assert not findings, "\n".join(findings)
 
 
+def test_no_file_is_a_download_or_a_build() -> None:
+    """Packages, archives, compiled code and logs lie about after work, and belong in no commit."""
+    strays = [path for path in files() if Path(path).suffix in house.STRAY_SUFFIXES]
+    assert not strays, f"remove {', '.join(strays)}"
+
+
 def test_the_packages_that_exist_are_the_packages_installed() -> None:
     """The names are generic, so pyproject lists them: each folder with code, and no other."""
     listed = pyproject()["tool"]["setuptools"]["packages"]

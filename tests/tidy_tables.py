@@ -16,6 +16,8 @@ TEXT_SUFFIXES = frozenset(
     }
 )
 
+STRAY_SUFFIXES = frozenset({".whl", ".gz", ".zip", ".zst", ".so", ".pyc", ".log", ".prof", ".orig"})
+
 # Who may import whom, by the longest prefix that fits. `controlplane.cli` starts everything, so
 # nothing but the console script imports it; the tests are nobody's library.
 FIRST_PARTY: dict[str, tuple[str, ...]] = {
