@@ -6,6 +6,7 @@ The page is a single file: pictures are inside, nothing is fetched. It reads in 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,8 @@ def by_policy(rows: Iterable[Metrics]) -> dict[str, list[Metrics]]:
 def cell(column: Column, rows: Sequence[Metrics]) -> tuple[str, str]:
     """Return a column's mean over seeds for one policy, and its spread; empty for one seed."""
     found: Range = over_seeds([column.value(row) for row in rows])
+    if math.isnan(found.mean):
+        return "–", ""  # no request had one, as no answer of a single token has a TPOT
     text = format(found.mean, column.form)
     if len(rows) == 1:
         return text, ""

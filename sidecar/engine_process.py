@@ -30,14 +30,18 @@ class EngineProcess:
         """Start it; its output goes where ours goes.
 
         Raises:
-            OSError: there is no such program.
+            OSError: the program cannot be started; it is named.
         """
-        self._process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            reason = f"{error.strerror}; is the environment with vLLM active?"
+            raise OSError(f"cannot start {self.command[0]}: {reason}") from error
         logger.info("started the engine as process %d", self._process.pid)
 
     @property

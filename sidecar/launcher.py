@@ -16,6 +16,8 @@ from sidecar.config import SidecarConfig
 
 _SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.launchers.api_server")
 _EVENTS = "--kv-events-config"
+_QUIET = "--disable-access-log-for-endpoints"
+_ASKED_OFTEN = "/health,/load,/metrics"  # a dozen times a second, which would drown the log
 _TEMPLATE_KWARGS = "--default-chat-template-kwargs"
 _LOOPBACK = "127.0.0.1"
 
@@ -110,6 +112,8 @@ def prepare(
     for flag in ("--enable-server-load-tracking", "--enable-prompt-tokens-details"):
         if flag not in flags:
             added.append(flag)
+    if not any(flag in flags for flag in (_QUIET, "--disable-uvicorn-access-log")):
+        added += [_QUIET, _ASKED_OFTEN]
     return Launch((*replaced, *added), tuple(added), _completed(config, flags, environment))
 
 

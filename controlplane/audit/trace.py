@@ -35,6 +35,11 @@ def _named(event: Routed) -> dict[int, int]:
     return named
 
 
+def _blocks_of(event: Routed) -> int:
+    """Return how many whole blocks a prompt has; those without any have no key."""
+    return (event.prompt_tokens or 0) // event.block_size if event.block_size else 0
+
+
 class TraceLine(msgspec.Struct, frozen=True):
     """One request, as `lab.traces.read_bailian` reads it.
 
@@ -112,7 +117,8 @@ class TraceWriter:
 
     def _event(self, router_id: str, event: object) -> None:
         if isinstance(event, Routed) and not event.attempt:
-            if event.prompt_key is None or not event.prompt_tokens or not event.block_size:
+            known = event.exact and event.prompt_tokens and event.block_size
+            if not known or (event.prompt_key is None and _blocks_of(event)):
                 self.counts["left out: no tokens known"] += 1
             elif event.block_size % TRACE_BLOCK_TOKENS:
                 self.counts[f"left out: blocks of {event.block_size} tokens"] += 1
@@ -166,9 +172,10 @@ class TraceWriter:
 
     def _chain(self, event: Routed) -> list[int]:
         """Return what stands for each of the prompt's whole blocks, in order."""
-        assert event.prompt_tokens is not None
-        assert event.prompt_key is not None
-        length = event.prompt_tokens // event.block_size
+        length = _blocks_of(event)
+        if event.prompt_key is None:
+            assert not length
+            return []
         named = _named(event) | {length: event.prompt_key}
         known, at = event.prompt_key, length
         chain: list[int] = []

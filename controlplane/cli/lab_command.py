@@ -162,9 +162,10 @@ def capacity(
             (seed,),
             config,
         )
-        shown = Table(box=SIMPLE_HEAD)
+        shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in ("traffic", "policy", "instances", "TTFT p99", "TPOT p99", "hit rate", "tried"):
-            shown.add_column(name, justify="left" if name in ("traffic", "policy") else "right")
+            names = name in ("traffic", "policy")
+            shown.add_column(name, justify="left" if names else "right", no_wrap=names)
         _fill_capacity(shown, plan, slo, instances_max, warm_up, _cache(use_cache), console)
         console.print(shown)
 

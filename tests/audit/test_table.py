@@ -192,11 +192,21 @@ def test_requests_of_which_nothing_is_stored_share_what_decisions_name(tmp_path:
     assert writer.counts["blocks_unknown"] == 2 * 3, "3, 5 and 6"
 
 
+def test_a_prompt_shorter_than_a_block_is_in_the_trace(tmp_path: Path) -> None:
+    """It has no key, and takes its place in a batch like any other."""
+    tape = Tape()
+    tape.ask()
+    tape.ask(1)
+    writer, trace = trace_of(tape, tmp_path)
+    assert [request.input_tokens for request in trace.requests] == [5, 21]
+    assert writer.counts["requests"] == 2
+
+
 def test_what_a_trace_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> None:
     """Prompts without tokens, odd block sizes, retries' first attempts, too many under way."""
     tape = Tape()
     tape.ask(1, name="kept")
-    tape.ask(by_load="inexact:images")
+    tape.ask(by_load="inexact:images", exact=False)
     tape.ask(3, block_size=24)
     tickets = [tape.begin(number) for number in (4, 5, 6)]
     for ticket in tickets:

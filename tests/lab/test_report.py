@@ -117,6 +117,14 @@ def test_cells_show_the_spread_over_seeds() -> None:
     assert by_policy([row, later]) == {"multiplicative": [row, later]}
 
 
+def test_a_number_that_no_request_had_is_a_dash() -> None:
+    """Answers of one token have no time per token."""
+    row = measure(run(chats(duration_s=4.0), instances=2))
+    tpot = next(column for column in COLUMNS if column.name == "TPOT, ms")
+    short = msgspec.structs.replace(row, tpot_s=(float("nan"),) * 4)
+    assert cell(tpot, [short]) == cell(tpot, [short, row]) == ("–", "")
+
+
 def test_the_best_of_a_column_stands_out() -> None:
     """Less is better for times, more for hits."""
     row = measure(run(chats(duration_s=4.0), instances=2))

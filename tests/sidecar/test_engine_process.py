@@ -56,6 +56,12 @@ async def test_an_engine_that_ignores_the_signal_is_killed(tmp_path: Path) -> No
     assert await engine.stop(0.1) == -signal.SIGKILL
 
 
+async def test_a_program_that_is_not_there_is_named() -> None:
+    """The usual reason is an environment that is not active."""
+    with pytest.raises(OSError, match=r"cannot start vllm-9: No such file .* vLLM active"):
+        await EngineProcess(["vllm-9", "serve", "m"]).start()
+
+
 def test_free_ports_are_consecutive_and_free() -> None:
     """All of them can be bound at once."""
     first = find_ports(4)

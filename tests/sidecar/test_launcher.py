@@ -46,6 +46,14 @@ def test_a_plain_command_gets_all_it_needs() -> None:
     assert launch.config.engine_url == "http://127.0.0.1:8101"
 
 
+def test_what_the_sidecar_asks_often_is_not_logged() -> None:
+    """Unless the user has a word of their own about the engine's access log."""
+    launch = prepared()
+    at = launch.added.index("--disable-access-log-for-endpoints")
+    assert launch.added[at + 1] == "/health,/load,/metrics"
+    assert "/health,/load,/metrics" not in prepared("--disable-uvicorn-access-log").added
+
+
 def test_ranks_get_ports_that_do_not_collide() -> None:
     """Each rank counts up from rank 0's port, for both sockets."""
     events = events_in(prepared("-dp", "4"))
@@ -84,6 +92,7 @@ def test_what_the_user_gave_is_kept() -> None:
         "--enable_prefix_caching",
         "--enable-server-load-tracking",
         "--enable-prompt-tokens-details",
+        "--disable_access_log_for_endpoints=/health",
     )
     assert launch.added == ()
     assert launch.command[5] == f"--kv-events-config={mine}"
