@@ -89,8 +89,7 @@ async def read_big(endpoint: Endpoint, body: bytes, content_type: bytes) -> BigB
     if cost_ns > _QUICK_NS:
         kept, ids, altered = await _set_aside(body)
         cost_ns, heavy = await _look_at(kept)
-        if cost_ns > _COST_NS_MAX:
-            raise RemoteError("it has too many JSON values for a prompt, or is too large for one")
+        _check_cost(cost_ns)
     parsed, name = read_body(endpoint, kept, content_type)
     length = len(kept) + len(ids or b"")
     if ids is None:
@@ -99,6 +98,22 @@ async def read_big(endpoint: Endpoint, body: bytes, content_type: bytes) -> BigB
         return BigBody(None, name, length)  # something else than its prompt was cut
     lists, commas = await _count(ids, b"["), await _count(ids, b",")
     return BigBody(parsed, name, length, ids, lists, commas + 1, altered, heavy)
+
+
+async def check_quick(body: bytes) -> None:
+    """Look whether a body can be decoded at once.
+
+    Raises:
+        RemoteError: it would hold up the others.
+    """
+    if len(body) > BIG_BYTES:
+        cost_ns, _ = await _look_at(body)
+        _check_cost(cost_ns)
+
+
+def _check_cost(cost_ns: float) -> None:
+    if cost_ns > _COST_NS_MAX:
+        raise RemoteError("it has too many JSON values for a prompt, or is too large for one")
 
 
 async def _look_at(body: bytes) -> tuple[float, bool]:

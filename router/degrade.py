@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
+from schemas.openai import MALFORMED
+
 _LENGTH_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "chat": ("max_completion_tokens", "max_tokens"),
     "completions": ("max_tokens",),
@@ -23,12 +25,15 @@ def shortened(body: bytes, endpoint: str, tokens_max: int) -> bytes | None:
     """Return a body that asks for no more than so many tokens.
 
     Returns:
-        None if this endpoint's answers have no such length, or this one is as short already.
+        None if this endpoint's answers have no such length, this one is as short already, or the
+        body cannot be written anew.
     """
     fields = _LENGTH_FIELDS.get(endpoint)
     if fields is None:
         return None
-    document: dict[str, Any] = msgspec.json.decode(body)
+    document = _whole(body)
+    if document is None:
+        return None
     given = [name for name in fields if document.get(name) is not None]
     name = given[0] if given else fields[-1]
     asked = document.get(name)
@@ -41,8 +46,16 @@ def shortened(body: bytes, endpoint: str, tokens_max: int) -> bytes | None:
     return msgspec.json.encode(document)
 
 
-def for_model(body: bytes, model: str) -> bytes:
-    """Return a body that asks for another model."""
-    document: dict[str, Any] = msgspec.json.decode(body)
-    document["model"] = model
-    return msgspec.json.encode(document)
+def for_model(body: bytes, model: str) -> bytes | None:
+    """Return a body that asks for another model; None if it cannot be written anew."""
+    document = _whole(body)
+    return None if document is None else msgspec.json.encode(document | {"model": model})
+
+
+def _whole(body: bytes) -> dict[str, Any] | None:
+    """Return all that a body says; None if a field that nobody here reads is no good JSON."""
+    try:
+        document = msgspec.json.decode(body)
+    except MALFORMED:
+        return None
+    return document if isinstance(document, dict) else None

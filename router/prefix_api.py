@@ -11,6 +11,8 @@ prompts that share it are found by their tokens at every router.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -19,20 +21,27 @@ import msgspec
 from controlplane.core.decision import RouteRequest
 from controlplane.core.hashing import NO_EXTRAS, Extras
 from router import refusals
+from router.big_bodies import check_quick
 from router.directory import Directory, Resolved
-from router.http_exchange import JSON, Exchange
+from router.http_exchange import JSON, Exchange, State
 from router.prefix_cache import Handle, PrefixCache
 from router.prefixes import Full, Options, Prefix, PrefixRegistry, is_hot
 from router.prompt import Inexact
 from router.refusals import Refusal
+from router.tenant_gate import TenantGate
 from router.tenants import Tenant
 from router.warming import Warmer, Warming
-from schemas.openai import ChatRequest, CompletionRequest
+from schemas.codec import RemoteError
+from schemas.openai import ChatRequest, CompletionRequest, body_decoder
 
 PATH: Final = b"/v1/prefixes"
 WARM_MAX: Final = 64
+BODY_BYTES_MAX: Final = 4 << 20
+"""Largest registration: it may be kept, to have instances compute it."""
 LOOK_S: Final = 5.0
 """How often hot prefixes are spread."""
+
+logger = logging.getLogger(__name__)
 
 
 class _Body(msgspec.Struct):
@@ -45,7 +54,7 @@ class _Body(msgspec.Struct):
     spread: bool = False
 
 
-_decode = msgspec.json.Decoder(_Body).decode
+_decode = body_decoder(_Body)
 
 
 class PrefixApi:
@@ -68,13 +77,14 @@ class PrefixApi:
     def handle(
         self,
         exchange: Exchange,
-        tenant: Tenant,
+        gate: TenantGate,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """Answer one request."""
+        tenant = gate.tenant
         handle = exchange.path[len(PATH) + 1 :].decode("latin-1")
         if exchange.method == b"POST" and not handle:
-            spawn(self._register(exchange, tenant))
+            spawn(self._register(exchange, gate))
         elif exchange.method == b"GET" and not handle:
             listed = [self._shown(each) for each in self.registry.of(tenant.name)]
             _answer(exchange, 200, {"object": "list", "data": listed})
@@ -95,19 +105,33 @@ class PrefixApi:
         else:
             refusals.answer(exchange, refusals.only_post(PATH.decode()))
 
-    async def _register(self, exchange: Exchange, tenant: Tenant) -> None:
-        found = await self._registered(exchange.body, tenant)
+    async def _register(self, exchange: Exchange, gate: TenantGate) -> None:
+        found: Prefix | Refusal
+        try:
+            found = await self._registered(exchange.body, gate)
+        except Exception:
+            logger.exception("request %r could not be read", exchange.request_id)
+            found = refusals.CRASHED
+        if exchange.state is not State.OPEN:
+            return  # the client has left
         if isinstance(found, Refusal):
             refusals.answer(exchange, found)
         else:
             _answer(exchange, 200, self._shown(found))
 
-    async def _registered(self, data: bytes, tenant: Tenant) -> Prefix | Refusal:
+    async def _registered(self, data: bytes, gate: TenantGate) -> Prefix | Refusal:
         """Return what a body registers, or why it does not."""
+        tenant = gate.tenant
+        if len(data) > BODY_BYTES_MAX:
+            return refusals.malformed(f"a prefix has at most {BODY_BYTES_MAX >> 20} MiB")
         try:
+            await check_quick(data)
             body = _decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except RemoteError as error:
             return refusals.malformed(str(error))
+        wait_s = gate.charge(0, time.monotonic()) if body.warm else None
+        if wait_s is not None:
+            return refusals.too_fast(tenant, wait_s)
         if (body.messages is None) == (body.tokens is None):
             return refusals.malformed("give either `messages` or `tokens`")
         if not 0 <= body.warm <= WARM_MAX:
@@ -117,9 +141,9 @@ class PrefixApi:
             return refusals.unknown_model(body.model, self._directory.names)
         if not tenant.may_use(body.model or resolved.served.model):
             return refusals.not_allowed(f"tenant {tenant.name!r} may not use this model")
-        return await self._read(body, tenant, resolved)
+        return await self._read(body, gate, resolved)
 
-    async def _read(self, body: _Body, tenant: Tenant, resolved: Resolved) -> Prefix | Refusal:
+    async def _read(self, body: _Body, gate: TenantGate, resolved: Resolved) -> Prefix | Refusal:
         served, reader = resolved.served, resolved.served.reader
         if reader is None:
             return refusals.malformed("this model's prompts cannot be read here")
@@ -138,9 +162,12 @@ class PrefixApi:
         if not found.hashes:
             return refusals.malformed("the prefix is shorter than one block: nothing to share")
         options = Options(body.pin, body.warm, body.spread)
-        name, hashes = tenant.name, found.hashes
+        name, hashes = gate.tenant.name, found.hashes
+        path, data = _engine_request(body, resolved)
         try:
-            prefix = self.registry.add(name, served.model, found.tokens, hashes, options)
+            prefix = self.registry.add(
+                name, served.model, found.tokens, hashes, options, size_bytes=len(data)
+            )
         except Full as error:
             return refusals.too_many_prefixes(str(error))
         if prefix.references == 1:
@@ -149,9 +176,9 @@ class PrefixApi:
             request = RouteRequest(
                 prefix.id, found.tokens, hashes, served.block_size, lora=resolved.lora, tenant=name
             )
-            work = Warming(served, request, *_engine_request(body, resolved))
+            work = Warming(served, request, path, data)
             self._warmings[prefix] = work
-            self._warmer.warm(work, body.warm)
+            gate.settle(self._warmer.warm(work, body.warm) * found.tokens)
             if body.spread and self._spreading is None:
                 self._spreading = self._loop.call_later(LOOK_S, self._spread)
         return prefix

@@ -111,7 +111,12 @@ class _Root:
 
     @property
     def size_bytes(self) -> int:
-        return NODE_BYTES + HASH_BYTES * len(self.hashes) + len(self.tail)
+        return NODE_BYTES + HASH_BYTES * len(self.hashes) + len(self.tail) + self.own_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """What only a root keeps: its salt is as long as a caller likes."""
+        return sys.getsizeof(self.extras.salt) if self.extras.salt else 0
 
     def grow(self, before: _Root, tokens: bytes) -> None:
         """Become the prefix `before` with `tokens` (u32 bytes) appended."""
@@ -140,6 +145,10 @@ class _Node(_Root):
         self.parent = parent
         self.segment = segment
         self.grow(parent, segment.tokens)
+
+    @property
+    def own_bytes(self) -> int:
+        return 0
 
 
 class Space:

@@ -4,7 +4,8 @@ A registration names a prompt's beginning and is answered with a handle. Registe
 again counts one more reference to it, with the options it had; it is gone when all are released.
 What counts as its use is exact: a prompt whose blocks begin with all of the prefix's.
 
-Pure. Bounds: `prefixes_max` in all, `of_tenant_max` of each tenant; beyond them nothing is added.
+Pure. Bounds: `prefixes_max` and `bytes_max` in all, `of_tenant_max` of each tenant and a quarter of
+the bytes; beyond them nothing is added.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Prefix:
         key: hash of its last whole block.
         references: registrations that were not released.
         uses: prompts that began with it, since the last look.
+        size_bytes: what is kept to have it computed.
     """
 
     __slots__ = (
@@ -50,13 +52,20 @@ class Prefix:
         "model",
         "options",
         "references",
+        "size_bytes",
         "tenant",
         "tokens",
         "uses",
     )
 
     def __init__(
-        self, tenant: str, model: str, tokens: int, hashes: Sequence[BlockHash], options: Options
+        self,
+        tenant: str,
+        model: str,
+        tokens: int,
+        hashes: Sequence[BlockHash],
+        options: Options,
+        size_bytes: int = 0,
     ) -> None:
         self.id = f"pfx_{hashes[-1]:016x}{len(hashes):x}"
         self.tenant = tenant
@@ -67,6 +76,7 @@ class Prefix:
         self.options = options
         self.references = 1
         self.uses = 0
+        self.size_bytes = size_bytes
 
 
 class Full(Exception):
@@ -76,9 +86,12 @@ class Full(Exception):
 class PrefixRegistry:
     """All registered prefixes of a router."""
 
-    def __init__(self, prefixes_max: int = 1024, of_tenant_max: int = 64) -> None:
+    def __init__(
+        self, prefixes_max: int = 1024, of_tenant_max: int = 64, bytes_max: int = 64 << 20
+    ) -> None:
         self.prefixes_max = prefixes_max
         self.of_tenant_max = of_tenant_max
+        self.bytes_max = bytes_max
         self._prefixes: dict[tuple[str, str], Prefix] = {}  # by tenant and handle
         self._watched: dict[tuple[str, int], dict[BlockHash, list[Prefix]]] = {}
 
@@ -91,27 +104,43 @@ class PrefixRegistry:
         return bool(self._watched)
 
     def add(
-        self, tenant: str, model: str, tokens: int, hashes: Sequence[BlockHash], options: Options
+        self,
+        tenant: str,
+        model: str,
+        tokens: int,
+        hashes: Sequence[BlockHash],
+        options: Options,
+        size_bytes: int = 0,
     ) -> Prefix:
         """Register a prefix of at least one whole block, or refer to it once more.
 
         Raises:
             Full: a bound is reached.
         """
-        new = Prefix(tenant, model, tokens, hashes, options)
+        new = Prefix(tenant, model, tokens, hashes, options, size_bytes)
         known = self._prefixes.get((tenant, new.id))
         if known is not None:
             known.references += 1
             return known
-        if len(self) >= self.prefixes_max:
-            raise Full(f"{self.prefixes_max} prefixes are registered at this router, its most")
-        if len(list(self.of(tenant))) >= self.of_tenant_max:
-            raise Full(f"tenant {tenant!r} has registered {self.of_tenant_max} prefixes, its most")
+        self._check_room(tenant, size_bytes)
         self._prefixes[tenant, new.id] = new
         if options.spread:
             table = self._watched.setdefault((model, new.blocks), {})
             table.setdefault(new.key, []).append(new)
         return new
+
+    def _check_room(self, tenant: str, size_bytes: int) -> None:
+        own = list(self.of(tenant))
+        if len(self) >= self.prefixes_max:
+            raise Full(f"{self.prefixes_max} prefixes are registered at this router, its most")
+        if len(own) >= self.of_tenant_max:
+            raise Full(f"tenant {tenant!r} has registered {self.of_tenant_max} prefixes, its most")
+        if sum(each.size_bytes for each in own) + size_bytes > self.bytes_max // 4:
+            raise Full(
+                f"the prefixes of tenant {tenant!r} would exceed {self.bytes_max // 4} bytes"
+            )
+        if sum(each.size_bytes for each in self._prefixes.values()) + size_bytes > self.bytes_max:
+            raise Full(f"the prefixes at this router would exceed {self.bytes_max} bytes")
 
     def get(self, tenant: str, handle: str) -> Prefix | None:
         """Return a tenant's prefix."""

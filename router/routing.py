@@ -220,17 +220,19 @@ class Routing:
         self._gate.settle(-self.request.prompt_tokens)
         self._end("client_gone", 0, time.monotonic())
 
-    def become(self, model: str, body: bytes) -> bool:
-        """Begin anew as a request for another model; False if that cannot be."""
+    def can_become(self, model: str) -> bool:
+        """Whether there is such a model to ask instead."""
+        return self.router.directory.resolve(model) is not None
+
+    def become(self, model: str) -> None:
+        """Begin anew as a request for another model, which there is; its body asks for that."""
         resolved = self.router.directory.resolve(model)
-        if resolved is None:
-            return False
+        assert resolved is not None, "`can_become` said so"
+        body = self.exchange.body
         parsed, _ = read_body(self._endpoint, body)
         self._gate.settle(-self.request.prompt_tokens)
-        self.exchange.body = body
         self._resolved = resolved
         self.start(Asked(parsed, len(body), is_heavy(body)))
-        return True
 
     # --- the decision
 

@@ -147,7 +147,7 @@ class Router:
         elif method in _GET and is_about_models(path):
             models(self.directory, caller.tenant, exchange)
         elif endpoint is PASS_THROUGH and path.startswith(PREFIXES):
-            self.prefixes.handle(exchange, caller.tenant, self.spawn)
+            self.prefixes.handle(exchange, caller, self.spawn)
         else:
             self._route(exchange, endpoint, caller)
 

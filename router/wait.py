@@ -106,7 +106,7 @@ class Wait:
         self._waited(time.monotonic())
         self._routing.left()
 
-    def degrade(self, now_s: float) -> str:
+    def degrade(self) -> str:
         """Become what the tenant allows; see `Guest.degrade`. Only once."""
         if self.degraded:
             return ""
@@ -122,12 +122,16 @@ class Wait:
                 self.exchange.body = body
                 self.degraded = "shorten"
         elif tenant.degrade == "other_model":
-            self.degraded = "other_model"  # before it goes there, so that it is so only once
-            self._waited(now_s)
             body = for_model(self.exchange.body, tenant.degrade_model)
-            if not routing.become(tenant.degrade_model, body):
-                self.degraded = ""
+            if body is not None and routing.can_become(tenant.degrade_model):
+                self.exchange.body = body
+                self.degraded = "other_model"
         return self.degraded
+
+    def move(self, now_s: float) -> None:
+        """Begin anew as a request for the tenant's other model."""
+        self._waited(now_s)
+        self._routing.become(self.tenant.degrade_model)
 
     def _waited(self, now_s: float) -> None:
         if self.held_s is not None:

@@ -17,6 +17,7 @@ that it was not told of, as when another router's request has ended.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -36,6 +37,8 @@ from router.http_exchange import Exchange
 from router.metrics import RequestMetrics
 from router.refusals import Refusal
 from router.tenants import Tenant
+
+logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.05
 """How often predictions are made anew."""
@@ -88,12 +91,15 @@ class Guest(Protocol):
     def refuse(self, refusal: Refusal) -> None:
         """Be answered with an error."""
 
-    def degrade(self, now_s: float) -> str:
+    def degrade(self) -> str:
         """Become what the tenant allows; the way that was found, empty if there is none.
 
         After `shorten` and `best_effort` it waits on without a deadline; after `other_model` it is
-        no guest of this room any more.
+        to `move`.
         """
+
+    def move(self, now_s: float) -> None:
+        """Begin anew elsewhere, no guest of this room any more."""
 
     def left(self) -> None:
         """End: the client has left while this waited."""
@@ -296,7 +302,13 @@ class WaitingRoom:
 
     def _look(self) -> None:
         self._looking = None
-        now_s = time.monotonic()
+        try:
+            self._look_around(time.monotonic())
+        finally:  # whatever happens to one of them, the others are looked after
+            if self._places:
+                self._look_soon()
+
+    def _look_around(self, now_s: float) -> None:
         if self.coalescer is not None and self.coalescer.following:
             self._release(self.coalescer.look(self._holds, now_s), now_s)
         if self.queue is not None and len(self.queue):
@@ -304,8 +316,6 @@ class WaitingRoom:
                 self._predicted_s = now_s
                 self.refresh(now_s)
             self.drain(now_s)
-        if self._places:
-            self._look_soon()
 
     def _holds(self, instance_id: str, key: int) -> bool:
         instance = self._plane.fleet.get(instance_id)
@@ -355,7 +365,11 @@ class WaitingRoom:
         """Let one that would be late become what its tenant allows, or refuse it."""
         assert self.queue is not None
         guest: Guest = waiting.payload
-        how = guest.degrade(now_s)
+        try:
+            how = guest.degrade()
+        except Exception:  # nobody else shall wait for ever because of it
+            logger.exception("a request of %s that waits could not be degraded", self._model)
+            how = ""
         if not how:
             self._turn_away(waiting, "late", now_s)
             return
@@ -364,6 +378,7 @@ class WaitingRoom:
         if how == "other_model":
             del self._places[guest]
             self._left(guest, "degraded", now_s)
+            guest.move(now_s)
         else:
             waiting.give_up_deadline(self.queue.config.patience_s)
             self.queue.put_back(waiting)

@@ -45,8 +45,12 @@ class Warmer:
             if 0 in instance.slots and index.holds(instance.slots[0], key)
         )
 
-    def warm(self, work: Warming, instances: int) -> None:
-        """Let so many more instances compute a prefix, those with the smallest batches first."""
+    def warm(self, work: Warming, instances: int) -> int:
+        """Let so many more instances compute a prefix, those with the smallest batches first.
+
+        Returns:
+            How many there were for it.
+        """
         plane = work.served.plane
         held = set(self.holders(work))
         free = [each for each in plane.fleet if each.record.instance_id not in held]
@@ -54,6 +58,7 @@ class Warmer:
         free.sort(key=lambda each: int(plane.ledger.batch[each.row]))
         for instance in free[:instances]:
             self._send(work, instance.record.instance_id)
+        return len(free[:instances])
 
     def _send(self, work: Warming, instance_id: str) -> None:
         requests, now_s = work.served.plane.requests, time.monotonic()

@@ -81,4 +81,5 @@ class NaivePrefixCache:
         before = len(self.hashes((extras, opening, texts[:-1]))) if texts else 0
         own = len(self.hashes(prefix)) - before
         tail = len(self.ids(prefix)) - 4 * self.block_size * len(self.hashes(prefix))
-        return NODE_BYTES + HASH_BYTES * own + tail
+        salt = 0 if texts or not extras.salt else sys.getsizeof(extras.salt)
+        return NODE_BYTES + HASH_BYTES * own + tail + salt

@@ -25,6 +25,13 @@ def test_answers_become_no_longer_than_allowed(
     assert (None if found is None else msgspec.json.decode(found)) == becomes
 
 
+@pytest.mark.parametrize("body", [b'{"x":1e999}', b'{"x":"\xff"}', b"[" * 5000, b"[]"])
+def test_what_cannot_be_written_anew_stays_what_it_is(body: bytes) -> None:
+    """Fields that nobody reads are not checked before."""
+    assert shortened(body, "chat", 9) is None
+    assert for_model(body, "b") is None
+
+
 def test_another_model_is_asked_for_the_same() -> None:
     """Every other field stays, in its place."""
     assert for_model(b'{"model":"a","messages":[1.5,"\xc3\xa9"]}', "b") == (

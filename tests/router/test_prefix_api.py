@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -89,6 +92,7 @@ async def test_a_hot_prefix_is_spread_to_one_more_instance() -> None:
             await rig.http.post(f"{rig.url}/v1/chat/completions", body)
         await rig.chat("something else")
         assert prefix.uses == 10
+        await until(lambda: len(rig.of_kind(Finished)) == 11)  # they are told in batches
         before = len(rig.of_kind(Finished))
         api._spread()
         await until(lambda: len(rig.of_kind(Finished)) > before)
@@ -116,6 +120,43 @@ async def test_mistakes_are_explained(body: dict[str, Any], said: str) -> None:
         with pytest.raises(HttpError, match=said):
             await ask(rig, "POST", body=body)
         assert len(rig.process.router.prefixes.registry) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"messages":[{"a":' + b"[" * 5_000, "recursion"),
+        (b'{"messages":[' + b"{}," * 300_000 + b"{}]}", "too many JSON values"),
+        (b'{"cache_salt":"' + b"x" * (5 << 20) + b'"}', "at most 4 MiB"),
+    ],
+    ids=["deep", "many", "long"],
+)
+async def test_what_would_hold_up_others_is_refused(body: bytes, said: str) -> None:
+    """And answered, whatever it is."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        session = rig.http._session
+        assert session is not None
+        async with (
+            asyncio.timeout(5),
+            session.post(f"{rig.url}/v1/prefixes", data=io.BytesIO(body)) as answer,
+        ):
+            assert answer.status == 400
+            assert said in (await answer.json())["error"]["message"]
+
+
+async def test_what_is_warmed_is_charged_to_its_tenant(tmp_path: Path) -> None:
+    """On each instance; who is in debt warms nothing more."""
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[tenants.default]\ntokens_per_s = 1\ntokens_burst = 100\n")
+    async with ServiceRig({"tenants_path": str(tenants)}) as rig:
+        for name in "ab":
+            await rig.instance(name)
+        await ask(rig, "POST", body={"model": MODEL, "tokens": [*range(80)], "warm": 2})
+        with pytest.raises(HttpError) as caught:
+            await ask(rig, "POST", body={"model": MODEL, "tokens": [*range(90)], "warm": 1})
+        assert caught.value.status == 429
+        assert await ask(rig, "POST", body={"model": MODEL, "tokens": [*range(90)]})
 
 
 async def test_tokens_can_be_registered_as_they_are() -> None:

@@ -221,6 +221,17 @@ def test_many_salts_leave_no_roots() -> None:
     assert cache.stats.segments <= 20
 
 
+def test_long_salts_count_in_the_budget() -> None:
+    """A caller who sends one long salt after the other fills the budget, not the memory."""
+    cache = PrefixCache(budget_bytes=200_000)
+    space = cache.space(BLOCK)
+    for i in range(100):
+        cache.release(add(cache, space, Extras(salt=f"{i}" * 10_000), ["system prompt", f"q{i}"]))
+    cache.check()
+    kept = sum(len(extras.salt or "") for extras, _ in space.roots)
+    assert 100_000 < kept <= 200_000
+
+
 @pytest.mark.slow
 def test_sizes_are_what_python_takes() -> None:
     """The bytes that the budget is held against are within a fifth of what is really used."""

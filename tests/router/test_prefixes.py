@@ -32,6 +32,20 @@ def test_registrations_are_bounded_in_all_and_by_tenant() -> None:
     assert registry.add("a", "m", 40, prompt(1), Options()) is known
 
 
+def test_the_bytes_that_are_kept_are_bounded_in_all_and_by_tenant() -> None:
+    """A tenant gets a quarter of them; what is released makes room."""
+    registry = PrefixRegistry(bytes_max=400)
+    first = registry.add("a", "m", 40, prompt(1), Options(), size_bytes=100)
+    with pytest.raises(Full, match="tenant 'a' would exceed 100 bytes"):
+        registry.add("a", "m", 40, prompt(2), Options(), size_bytes=1)
+    for tenant in "bcd":
+        registry.add(tenant, "m", 40, prompt(1), Options(), size_bytes=100)
+    with pytest.raises(Full, match="this router would exceed 400 bytes"):
+        registry.add("e", "m", 40, prompt(1), Options(), size_bytes=1)
+    registry.release(first)
+    registry.add("e", "m", 40, prompt(1), Options(), size_bytes=1)
+
+
 def test_uses_are_of_prompts_that_begin_with_the_whole_prefix() -> None:
     """Of the same model only, and only where somebody wants to know."""
     registry = PrefixRegistry()

@@ -282,6 +282,44 @@ async def test_what_would_be_late_becomes_what_its_tenant_allows(tmp_path: Path,
         assert f'multiplane_queue_degraded_total{{how="{how}"}} 1.0' in page
 
 
+@pytest.mark.parametrize("how", [*RULES, "unknown_model"])
+async def test_what_cannot_be_rewritten_is_late_and_the_others_are_not(
+    tmp_path: Path, how: str
+) -> None:
+    """All who wait are answered, though the first is no JSON where nobody looked before."""
+    rules = RULES | {"unknown_model": 'degrade = "other_model"\ndegrade_model = "nobody"'}
+    rule = f"ttft_budget_s = 0.2\n{rules[how]}"
+    async with rig(QueueConfig("edf"), **files(tmp_path, rule)) as plane:
+        engine = await plane.instance("a", SLOW)
+        other = plane.engines["b"] = FakeEngine(SLOW)
+        url = f"http://127.0.0.1:{await other.start()}"
+        await plane.put(InstanceRecord("b", "other", url, 1, max_model_len=4096))
+        await until(lambda: plane.process.router.directory.get("other"))
+        await send(plane, "seen", "gate-key")
+        engine.behaviour = Behaviour(delay_s=0.8)
+        first = asyncio.create_task(send(plane, "stays", "gate-key"))
+        await until(lambda: engine.requests == 2)
+        late = [asyncio.create_task(post(plane, UNREADABLE))]
+        late += [asyncio.create_task(post(plane, msgspec.json.encode(chat("x")))) for _ in "ab"]
+        statuses = await asyncio.wait_for(asyncio.gather(*late), 5)
+        able = 503 if how == "unknown_model" else 200
+        assert statuses[:2] == [200 if how == "best_effort" else 503, able]
+        await first
+
+
+UNREADABLE = msgspec.json.encode(chat("late"))[:-1] + b',"unknown":1e999}'
+
+
+async def post(plane: ServiceRig, body: bytes) -> int:
+    """Sends a chat as written; returns the status."""
+    session = plane.http._session
+    assert session is not None
+    headers = {"Authorization": "Bearer plain-key", "Content-Type": "application/json"}
+    url = f"{plane.url}/v1/chat/completions"
+    async with session.post(url, data=body, headers=headers) as answer:
+        return answer.status
+
+
 async def test_the_latency_model_on_the_bus_is_used() -> None:
     """As soon as it is published; nonsense in its place is counted, and the old one stays."""
     async with rig(QueueConfig("edf"), latency_poll_s=0.02) as plane:
