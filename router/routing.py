@@ -311,19 +311,18 @@ class Routing:
         if outcome is _COMPLETED and status >= 500:
             word = "upstream_error"
         usage = read_usage(usage_tail)
-        self._settle(word, status, body_bytes, usage, usage_tail)
-        self._end(word, status, now_s, usage)
-
-    def _settle(
-        self, outcome: str, status: int, body_bytes: int, usage: Usage, tail: bytes
-    ) -> None:
-        """Charge the tenant for the answer, or give back what was charged for the prompt."""
-        if status >= 400 or outcome == "upstream_error":
+        estimate = 0
+        if status >= 400 or word == "upstream_error":
             self._gate.settle(-self.request.prompt_tokens)
-            return
-        output = usage.output_tokens
-        if output is None:
-            output = estimate_output_tokens(tail, body_bytes)
+        else:
+            if usage.output_tokens is None:
+                estimate = estimate_output_tokens(usage_tail, body_bytes)
+            self._settle(usage, estimate)
+        self._end(word, status, now_s, usage, estimate)
+
+    def _settle(self, usage: Usage, estimate: int) -> None:
+        """Charge the tenant for an answer."""
+        output = estimate if usage.output_tokens is None else usage.output_tokens
         if usage.prompt_tokens is not None:
             output += usage.prompt_tokens - self.request.prompt_tokens  # which may be an estimate
         self._gate.settle(output)
@@ -348,14 +347,21 @@ class Routing:
             self.exchange.abort()
             self._end("crashed", 0, time.monotonic())
 
-    def _end(self, outcome: str, status: int, now_s: float, usage: Usage = NO_USAGE) -> None:
+    def _end(
+        self,
+        outcome: str,
+        status: int,
+        now_s: float,
+        usage: Usage = NO_USAGE,
+        output_estimate: int = 0,
+    ) -> None:
         """Give everything back, and say what became of the request; once."""
         if self._over:
             return
         self._over = True
         router, ticket = self.router, self._ticket
         duration_s = now_s - self.started_s
-        self._finish_ticket(outcome, status, now_s, usage)
+        self._finish_ticket(outcome, status, now_s, usage, output_estimate)
         if self.wait is not None:
             good = outcome == "ok" and status < 400
             self.wait.ended(good, self._attempt, self._ttft_s, now_s)
@@ -403,9 +409,12 @@ class Routing:
             queue_s=0.0 if self.wait is None else round(self.wait.waited_s, 6),
         )
 
-    def _finish_ticket(self, outcome: str, status: int, now_s: float, usage: Usage) -> None:
+    def _finish_ticket(
+        self, outcome: str, status: int, now_s: float, usage: Usage, output_estimate: int = 0
+    ) -> None:
         """Give the booking back, if there is one."""
         ticket, self._ticket = self._ticket, None
+        estimated = usage.output_tokens is None and output_estimate > 0
         if ticket is not None:
             self._resolved.served.plane.requests.finish(
                 ticket,
@@ -414,7 +423,8 @@ class Routing:
                 now_s,
                 time.time(),
                 cached_tokens=usage.cached_tokens,
-                output_tokens=usage.output_tokens,
+                output_tokens=output_estimate if estimated else usage.output_tokens,
+                output_estimated=estimated,
                 ttft_s=self._ttft_s,
             )
             self.router.told()

@@ -29,6 +29,7 @@ _COUNT: Final = re.compile(
     rb'|cache_read_input_tokens|cache_creation_input_tokens)":\s*(\d{1,16})(?!\d)'
 )
 _EVENT: Final = b"data: "
+_DONE: Final = b"data: [DONE]"
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -74,5 +75,5 @@ def estimate_output_tokens(tail: bytes, body_bytes: int) -> int:
         tail: the end of the body.
         body_bytes: length of the whole body.
     """
-    events = tail.count(_EVENT)
+    events = tail.count(_EVENT) - tail.count(_DONE)
     return 0 if not events else max(events, body_bytes * events // len(tail))

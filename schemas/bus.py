@@ -313,6 +313,8 @@ class Finished(Message, frozen=True, tag="finished"):
         outcome: ok, client_gone, upstream_error, timeout, retried.
         released_tokens: queued prefill tokens that were still booked.
         cached_tokens: what the engine reported, None where it does not.
+        output_tokens: likewise; for a stream that brought no usage, about as many as it had events.
+        output_estimated: it is the latter.
     """
 
     request_id: str
@@ -328,6 +330,7 @@ class Finished(Message, frozen=True, tag="finished"):
     ttft_s: Amount | None = None
     duration_s: Amount = 0.0
     tenant: str = ""
+    output_estimated: bool = False
 
 
 class RouterTotals(Message, frozen=True, tag="totals"):

@@ -7,15 +7,20 @@ import contextlib
 import ctypes
 import logging
 import os
+import random
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _PORT_TRIES = 100
+_PORT_MIN = 10_000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # what outgoing connections take
+_PORT_RANGE_USUAL = 32_768
 
 
 class EngineProcess:
@@ -85,24 +90,34 @@ def _end_with_parent() -> None:
 
 
 def find_ports(count: int) -> int:
-    """Return the first of `count` consecutive TCP ports that are free now.
+    """Return the first of `count` consecutive TCP ports that are free, and likely to remain so.
+
+    An engine binds them when it has loaded its model, minutes later. Until then any outgoing
+    connection of this machine could get them, so they lie below the ports that those are given.
 
     Raises:
         OSError: none were found.
     """
+    last = max(_first_outgoing_port(), _PORT_MIN + _PORT_TRIES) - count
     for _ in range(_PORT_TRIES):
         with contextlib.ExitStack() as held:
+            first = random.randint(_PORT_MIN, last)
             try:
-                first = _bind(held, 0)
-                for port in range(first + 1, first + count):
+                for port in range(first, first + count):
                     _bind(held, port)
-            except (OSError, OverflowError):
+            except OSError:
                 continue
             return first
     raise OSError(f"no {count} consecutive free ports were found")
 
 
-def _bind(held: contextlib.ExitStack, port: int) -> int:
-    made = held.enter_context(socket.socket())
-    made.bind(("", port))
-    return int(made.getsockname()[1])
+def _first_outgoing_port() -> int:
+    """Return the least port that the kernel gives to outgoing connections."""
+    try:
+        return int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _PORT_RANGE_USUAL
+
+
+def _bind(held: contextlib.ExitStack, port: int) -> None:
+    held.enter_context(socket.socket()).bind(("", port))

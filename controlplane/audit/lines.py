@@ -72,7 +72,8 @@ def _routed(event: Routed, seen: Candidates | None) -> str:
 def _finished(event: Finished) -> str:
     parts = [f"{event.outcome} {event.status or ''}".strip(), f"in {seconds(event.duration_s)}"]
     if event.output_tokens is not None:
-        parts.append(f"{event.output_tokens:,} tokens out")
+        about = "about " if event.output_estimated else ""
+        parts.append(f"{about}{event.output_tokens:,} tokens out")
     if event.cached_tokens is not None:
         parts.append(f"{event.cached_tokens:,} tokens cached, {event.hit_tokens:,} promised")
     return ", ".join(parts)

@@ -200,7 +200,8 @@ def _end(event: Routed, end: Finished) -> Iterator[str]:
         f"after {seconds(end.duration_s)}"
     )
     if end.output_tokens is not None:
-        yield f"  answer    {end.output_tokens:,} tokens"
+        counted = ", by the stream's events" if end.output_estimated else ""
+        yield f"  answer    {end.output_tokens:,} tokens{counted}"
     if end.cached_tokens is not None:
         differs = end.cached_tokens - event.hit_tokens
         verdict = "as promised" if not differs else f"{differs:+,} against the promise"

@@ -432,6 +432,7 @@ class Dispatcher:
         *,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
+        output_estimated: bool = False,
         ttft_s: float | None = None,
     ) -> bool:
         """End a ticket and tell the others; False if it had ended already.
@@ -440,6 +441,7 @@ class Dispatcher:
             outcome: ok, client_gone, upstream_error, timeout or retried.
             status: HTTP status that the client got, or that the attempt ended with; 0 if none.
             cached_tokens: prompt tokens that the engine says it had cached.
+            output_estimated: that `output_tokens` are counted by a stream's events.
         """
         booking, decision = ticket.booking, ticket.decision
         if not self._ledger.finish(booking):
@@ -467,6 +469,7 @@ class Dispatcher:
                 ttft_s=ttft_s,
                 duration_s=now_s - booking.booked_s,
                 tenant=decision.request.tenant,
+                output_estimated=output_estimated,
             )
         )
         return True

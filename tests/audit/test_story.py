@@ -73,6 +73,18 @@ def test_the_end_of_an_id_is_enough() -> None:
     assert story.ended
 
 
+def test_an_answer_counted_by_its_events_says_so() -> None:
+    """The engine did not tell how long it was."""
+    tape = Tape()
+    ticket = tape.begin(1, name="q")
+    tape.plane.requests.finish(
+        ticket, "ok", 200, 2.0, tape.wall_s, output_tokens=120, output_estimated=True
+    )
+    tape.tell()
+    text = "\n".join(told(story_of(tape, "q")))
+    assert "answer    120 tokens, by the stream's events" in text
+
+
 def test_a_story_goes_as_far_as_the_record() -> None:
     """A request that has not ended says so."""
     tape = Tape()

@@ -54,6 +54,7 @@ class Behaviour(msgspec.Struct, frozen=True):
         status: of JSON answers.
         chunks: events of a stream.
         chunk_bytes: padding in each event.
+        usage: whether a stream ends with it, as for clients that ask.
         gap_s: between events; 0 sends a stream as fast as the client reads.
         delay_s: before the answer.
         body: of JSON and close-delimited answers.
@@ -65,6 +66,7 @@ class Behaviour(msgspec.Struct, frozen=True):
     status: int = 200
     chunks: int = 4
     chunk_bytes: int = 0
+    usage: bool = True
     gap_s: float = 0.0
     delay_s: float = 0.0
     body: bytes = b'{"object":"text_completion","usage":{"prompt_tokens":7}}'
@@ -238,7 +240,8 @@ class _EngineConnection(asyncio.Protocol):
 
     async def _stream(self, request: Received, behaviour: Behaviour) -> None:
         await self._events(behaviour, behaviour.chunks)
-        self._write(chunk(USAGE % behaviour.chunks) + chunk(DONE) + b"0\r\n\r\n")
+        usage = chunk(USAGE % behaviour.chunks) if behaviour.usage else b""
+        self._write(usage + chunk(DONE) + b"0\r\n\r\n")
 
     async def _die_mid_stream(self, request: Received, behaviour: Behaviour) -> None:
         await self._events(behaviour, behaviour.chunks // 2)

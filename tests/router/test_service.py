@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -34,6 +35,19 @@ async def test_a_chat_goes_where_its_prefix_is_and_every_step_is_told() -> None:
         assert rig.of_kind(FleetRows)[0].instance_ids == ["a", "b"]
         assert len(rig.of_kind(Prefilled)) == 3
         rig.served.plane.ledger.check([])
+
+
+async def test_a_stream_without_usage_is_told_by_its_events() -> None:
+    """Few clients ask for usage: the other routers, and replays, learn about how long it was."""
+    async with ServiceRig() as rig:
+        await rig.instance("a", Behaviour(mode=Mode.STREAM, chunks=40, usage=False))
+        url = f"{rig.url}/v1/chat/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, json=chat("hi")) as answer:
+            await answer.read()
+        await until(lambda: rig.of_kind(Finished))
+        finished = rig.of_kind(Finished)[0]
+        assert finished.output_tokens == pytest.approx(40, rel=0.15)
+        assert finished.output_estimated
 
 
 async def test_the_body_reaches_the_engine_byte_for_byte() -> None:

@@ -159,6 +159,13 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                 1_700_000_000.25,
                 [bus.Routed("q", "a", 0.0, head=KEY)],
             ),
+            "a stream without usage": bus.RouteBatch(
+                "router-1",
+                5,
+                102,
+                1_700_000_000.25,
+                [bus.Finished("q", "a", "ok", 200, 0.0, output_tokens=120, output_estimated=True)],
+            ),
             "barest events": bus.RouteBatch(
                 "router-1",
                 5,

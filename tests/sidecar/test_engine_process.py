@@ -63,8 +63,10 @@ async def test_a_program_that_is_not_there_is_named() -> None:
 
 
 def test_free_ports_are_consecutive_and_free() -> None:
-    """All of them can be bound at once."""
+    """All of them can be bound at once, and no outgoing connection is given one meanwhile."""
     first = find_ports(4)
+    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    assert not outgoing.exists() or first + 4 <= int(outgoing.read_text().split()[0])
     made = [socket.socket() for _ in range(4)]
     for at, each in enumerate(made):
         each.bind(("127.0.0.1", first + at))
