@@ -57,7 +57,7 @@ def replay(
     event_lag: options.EventLag = 0.005,
     batch_cap: options.BatchCap = 0,
     detector: options.Detector = False,
-    promise: options.Promise = 0.0,
+    promise: options.Promise = 5.0,
     speed: options.Speed = "",
     qps: options.Qps = "",
     start: options.Start = 0.0,

@@ -101,6 +101,14 @@ def router(
             rich_help_panel=DECISION,
         ),
     ] = 5.0,
+    promise_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="How long what a request will have cached counts as a hit before it is there.",
+            rich_help_panel=DECISION,
+        ),
+    ] = 5.0,
     audit_candidates: Annotated[
         float,
         typer.Option(
@@ -249,18 +257,16 @@ def router(
         policy_parameters=parameters,
         batch_cap=batch_cap,
         stale_s=stale_s,
+        promise_s=promise_s,
         audit_candidates=audit_candidates,
     )
     if queue is not None and batch_cap is None:
         raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
     queueing = None
     if queue is not None:
+        requests_max, wait_s_max = queue_requests_max, queue_wait_s_max
         queueing = QueueConfig(
-            queue,
-            queue_k,
-            queue_band_s,
-            requests_max=queue_requests_max,
-            wait_s_max=queue_wait_s_max,
+            queue, queue_k, queue_band_s, requests_max=requests_max, wait_s_max=wait_s_max
         )
     config = RouterConfig(
         bus_url=bus.url,
@@ -287,10 +293,11 @@ def router(
         tls_cert_path=_path(tls_cert),
         tls_key_path=_path(tls_key),
     )
+    if workers > 1:
+        _check_shared(config)
     _check_files(config)
     _check_ports(config)
     if workers > 1:
-        _check_shared(config)
         raise typer.Exit(_run_workers(config, workers, log_level))
     raise typer.Exit(_run_one(config))
 

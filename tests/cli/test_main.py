@@ -55,7 +55,7 @@ def name_of(command: Any) -> str:
         ("router --tls-key /nowhere", "--tls-key needs --tls-cert"),
         ("router --tls-cert /nowhere", "No such file or directory"),
         ("router --tls-cert /dev/null", "--tls-cert /dev/null"),
-        ("router --nats http://x", "not a NATS URL"),
+        ("router --nats http://x --port 0 --admin-port 0", "not a NATS URL"),
         ("router --nats-password-file /nowhere", "--nats-password-file /nowhere"),
         ("sidecar", "give --engine URL"),
         ("sidecar --engine ftp://x", "--engine ftp://x: not a URL of the form http://"),

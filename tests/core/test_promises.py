@@ -248,6 +248,7 @@ def test_ticks_end_promises() -> None:
     assert len(made.requests.promises) == 0
 
 
-def test_by_default_nothing_is_promised() -> None:
-    """Off means not there."""
-    assert plane("a").requests.promises is None
+def test_promises_can_be_turned_off() -> None:
+    """With no time to last, they are not even kept."""
+    assert plane("a", promise_s=0.0).requests.promises is None
+    assert plane("a").requests.promises is not None
