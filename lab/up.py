@@ -205,7 +205,7 @@ async def _draw_until(
                 size = console.size
                 console.clear()
                 greet(console, stack)
-            view.expire(time.time())
+            view.expire(time.time(), time.monotonic())
             picture = draw(
                 view,
                 title,
@@ -227,7 +227,7 @@ async def _log_until(
         now_s = time.monotonic()
         state = (stack.dead, view.connected)
         if now_s >= due_s or state != said:
-            view.expire(time.time())
+            view.expire(time.time(), time.monotonic())
             stamp = time.strftime("%H:%M:%S")
             line = f"{stamp} {plain(view, stack.dead, now_s)}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)

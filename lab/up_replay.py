@@ -129,7 +129,7 @@ async def _draw(
             if console.size != size:
                 size = console.size
                 console.clear()
-            view.expire(time.time())
+            view.expire(time.time(), time.monotonic())
             picture = draw(
                 view,
                 f"replaying under {run.policy}",

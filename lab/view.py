@@ -29,6 +29,7 @@ SILENT_S = 5.0
 _EVENTS_MAX = 20_000
 _INSTANCES_MAX = 1024
 _ROUTERS_MAX = 256
+_SOURCES_MAX = 4096
 
 
 class InstanceView:
@@ -72,6 +73,14 @@ class Flow(msgspec.Struct, frozen=True):
     ttft_s: float | None
 
 
+class _Bookings:
+    """What one router has booked for one model: (batch size, queued tokens) by instance."""
+
+    def __init__(self) -> None:
+        self.heard_s = 0.0
+        self.of: dict[str, tuple[int, int]] = {}
+
+
 class BusView:
     """Keeps a picture of the plane from its streams and buckets.
 
@@ -91,6 +100,7 @@ class BusView:
         self.standing: dict[str, messages.HotspotRaised | Statement] = {}
         self.decisions = 0
         self.last: deque[str] = deque(maxlen=LAST_MAX)
+        self._booked: dict[str, _Bookings] = {}  # by the subject that a router tells them on
         self._lost_s = 0.0
         self._watches: list[Watch] = []
 
@@ -150,8 +160,12 @@ class BusView:
             sum(ttft) / len(ttft) if ttft else None,
         )
 
-    def expire(self, wall_s: float) -> None:
-        """Drop statements whose time is over."""
+    def expire(self, wall_s: float, now_s: float) -> None:
+        """Drop statements whose time is over, and bookings of routers that are silent."""
+        for source, known in list(self._booked.items()):
+            if self.connected and now_s - known.heard_s > SILENT_S:
+                self._forget(source)
+                del self._booked[source]
         for key, statement in list(self.standing.items()):
             ttl_s = getattr(statement, "ttl_s", None)
             said_s = getattr(statement, "set_wall_s", None) or getattr(
@@ -205,20 +219,43 @@ class BusView:
         now_s = time.monotonic()
         if batch.router_id in self.routers or len(self.routers) < _ROUTERS_MAX:
             self.routers[batch.router_id] = now_s
+        if subject in self._booked or len(self._booked) < _SOURCES_MAX:
+            self._booked.setdefault(subject, _Bookings()).heard_s = now_s
         for event in batch.events:
             if isinstance(event, messages.Routed):
-                self._routed(event)
+                self._routed(subject, event)
             elif isinstance(event, messages.Prefilled):
-                view = self._of(event.instance_id)
-                view.queued = max(0, view.queued - event.new_tokens)
+                self._book(subject, event.instance_id, 0, -event.new_tokens)
             elif isinstance(event, messages.Finished):
-                self._finished(event, now_s)
+                self._finished(subject, event, now_s)
+            elif isinstance(event, messages.RouterTotals):
+                self._forget(subject)
+                for name, (batch_size, queued, _) in event.bookings.items():
+                    self._book(subject, name, batch_size, queued)
 
-    def _routed(self, event: messages.Routed) -> None:
+    def _book(self, source: str, instance_id: str, batch: int, queued: int) -> None:
+        """Count what a router has booked for a model, or given back."""
+        known = self._booked.get(source)
+        if known is None or (instance_id not in known.of and len(known.of) >= _INSTANCES_MAX):
+            return
+        view, before = self._of(instance_id), known.of.get(instance_id, (0, 0))
+        after = max(0, before[0] + batch), max(0, before[1] + queued)
+        view.batch += after[0] - before[0]
+        view.queued += after[1] - before[1]
+        if any(after):
+            known.of[instance_id] = after
+        else:
+            known.of.pop(instance_id, None)
+
+    def _forget(self, source: str) -> None:
+        """Give back all that a router has booked for a model."""
+        for name, (batch, queued) in list(self._booked[source].of.items()):
+            self._book(source, name, -batch, -queued)
+
+    def _routed(self, source: str, event: messages.Routed) -> None:
         self.decisions += 1
         view = self._of(event.instance_id)
-        view.batch += 1
-        view.queued += event.new_tokens
+        self._book(source, event.instance_id, 1, event.new_tokens)
         view.routed += 1
         sizes = f"{event.prompt_tokens or 0:,} tokens, {event.hit_tokens:,} cached"
         self.last.append(
@@ -226,10 +263,9 @@ class BusView:
             f"score {event.score:,.0f} ({event.policy})"
         )
 
-    def _finished(self, event: messages.Finished, now_s: float) -> None:
+    def _finished(self, source: str, event: messages.Finished, now_s: float) -> None:
         view = self._of(event.instance_id)
-        view.batch = max(0, view.batch - 1)
-        view.queued = max(0, view.queued - event.released_tokens)
+        self._book(source, event.instance_id, -1, -event.released_tokens)
         view.finished += 1
         prompt, hit = event.prompt_tokens or 0, event.cached_tokens
         view.recent.append((now_s, prompt, event.hit_tokens if hit is None else hit, event.ttft_s))

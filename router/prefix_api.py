@@ -57,6 +57,11 @@ class _Body(msgspec.Struct):
 _decode = body_decoder(_Body)
 
 
+def is_about_prefixes(path: bytes) -> bool:
+    """Whether a path is this API's."""
+    return path == PATH or path.startswith(PATH + b"/")
+
+
 class PrefixApi:
     """Answers `/v1/prefixes`, and keeps what was registered.
 
@@ -88,6 +93,8 @@ class PrefixApi:
         elif exchange.method == b"GET" and not handle:
             listed = [self._shown(each) for each in self.registry.of(tenant.name)]
             _answer(exchange, 200, {"object": "list", "data": listed})
+        elif not handle:
+            refusals.answer(exchange, refusals.only_post(PATH.decode()))
         else:
             self._one(exchange, tenant, handle)
 

@@ -30,8 +30,7 @@ from router.http_proxy import Forwarder
 from router.instances import Instances, Key
 from router.local_answers import PROBES, is_about_models, models, options
 from router.metrics import RequestMetrics
-from router.prefix_api import PATH as PREFIXES
-from router.prefix_api import PrefixApi
+from router.prefix_api import PrefixApi, is_about_prefixes
 from router.prefix_cache import PrefixCache
 from router.refusals import Refusal
 from router.routing import Routing
@@ -146,7 +145,7 @@ class Router:
             self._refuse(exchange, endpoint, caller.tenant, refusal)
         elif method in _GET and is_about_models(path):
             models(self.directory, caller.tenant, exchange)
-        elif endpoint is PASS_THROUGH and path.startswith(PREFIXES):
+        elif endpoint is PASS_THROUGH and is_about_prefixes(path):
             self.prefixes.handle(exchange, caller, self.spawn)
         else:
             self._route(exchange, endpoint, caller)

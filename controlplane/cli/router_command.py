@@ -15,6 +15,7 @@ from controlplane.cli.options import (
     BusPlace,
     LogLevel,
     PolicyName,
+    read_secret,
     require_port,
     set_up_logs,
     with_bus,
@@ -350,7 +351,14 @@ def _check_files(config: RouterConfig) -> None:
     except ssl.SSLError as error:
         raise UsageError(f"--tls-cert {config.tls_cert_path}: {error}") from error
     if config.engine_key_path:
-        Path(config.engine_key_path).read_text(encoding="ascii")
+        _check_key(config.engine_key_path)
+
+
+def _check_key(path: str) -> None:
+    """See that a file holds something that can be sent as a key. Raises UsageError."""
+    key = read_secret("--engine-key-file", Path(path)) or ""
+    if not (key and key.isascii() and key.isprintable()) or " " in key:
+        raise UsageError(f"--engine-key-file {path}: this is no key: one line of ASCII, no spaces")
 
 
 def _check_shared(config: RouterConfig) -> None:

@@ -1,6 +1,7 @@
-"""What every command refuses: numbers that are not finite, and text that is none.
+"""What every command refuses: numbers that are not finite or too large, and text that is none.
 
-`nan` passes every minimum and maximum there is. Bytes that are no UTF-8 come from the shell as
+`nan` passes every minimum and maximum there is. Integers of Python's have no end, those in messages
+do (`schemas.message.Count`). Bytes that are no UTF-8 come from the shell as
 characters that nothing on the bus can carry.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import typer
 
 from controlplane.cli.errors import UsageError
+
+INT_MAX: Final = 1 << 53
 
 
 def require_sane(app: typer.Typer) -> None:
@@ -42,6 +45,8 @@ def _checked(command: Callable[..., Any]) -> Callable[..., Any]:
 def _problem(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
+    if isinstance(value, int) and abs(value) > INT_MAX:
+        return f"give at most {INT_MAX}"
     if isinstance(value, str):
         try:
             value.encode()

@@ -25,6 +25,7 @@ from schemas.bus import (
     PolicyOverride,
     RouteBatch,
     Routed,
+    RouterTotals,
 )
 from schemas.codec import encode
 from tests.bus.worlds import eventually
@@ -68,7 +69,7 @@ class Rig:
         """Let a router say something."""
         batch = RouteBatch("r", 1, 0, 0.0, list(events))
         self.bus.publish(subjects.route(MODEL, "r"), encode(batch))
-        self.told += len(events)
+        self.told += sum(not isinstance(event, RouterTotals) for event in events)
         await eventually(lambda: "r" in self.view.routers and self._heard() == self.told)
 
     def _heard(self) -> int:
@@ -163,8 +164,26 @@ async def test_what_is_wrong_is_seen() -> None:
     assert "listed blacklisted by bob" in text
     assert "policy linear by cat" in text
     assert "1 hotspots" in text
-    rig.view.expire(now_wall_s + 61.0)
+    rig.view.expire(now_wall_s + 61.0, time.monotonic())
     assert len(rig.view.standing) == 1, "a drain has no end of its own"
+
+
+async def test_bookings_of_a_silent_router_no_longer_count() -> None:
+    """What it had booked ends with it; what it says of itself heals what was missed."""
+    rig = await Rig().start("a", "b")
+    view = rig.view
+    await rig.route(*(Routed(f"{n}", "a", 0.0, new_tokens=5) for n in range(3)))
+    assert (view.instances["a"].batch, view.instances["a"].queued) == (3, 15)
+    await rig.route(Finished("0", "a", "ok", 200, 0.0, released_tokens=5))
+    assert (view.instances["a"].batch, view.instances["a"].queued) == (2, 10)
+    await rig.route(RouterTotals({"b": (1, 7, 9)}), Routed("9", "b", 0.0, new_tokens=1))
+    booked = {name: (each.batch, each.queued) for name, each in view.instances.items()}
+    assert booked == {"a": (0, 0), "b": (2, 8)}
+    now_s = time.monotonic()
+    view.expire(0.0, now_s)
+    assert view.instances["b"].batch == 2
+    view.expire(0.0, now_s + SILENT_S + 1.0)
+    assert (view.instances["b"].batch, view.instances["b"].queued) == (0, 0)
 
 
 async def test_what_is_wrong_is_shown_first_when_there_is_no_room() -> None:

@@ -159,6 +159,18 @@ async def test_what_is_warmed_is_charged_to_its_tenant(tmp_path: Path) -> None:
         assert await ask(rig, "POST", body={"model": MODEL, "tokens": [*range(90)]})
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("PUT", "/v1/prefixes", 405), ("GET", "/v1/prefixesX", 503), ("PUT", "/v1/prefixes/x", 404)],
+)
+async def test_only_its_own_paths_are_answered(method: str, path: str, status: int) -> None:
+    """What only looks like one goes where all unknown paths go: here there is no instance."""
+    async with ServiceRig() as rig:
+        with pytest.raises(HttpError) as caught:
+            await rig.http._ask(method, rig.url + path, None)
+        assert caught.value.status == status
+
+
 async def test_tokens_can_be_registered_as_they_are() -> None:
     """With a salt they are another prefix."""
     async with ServiceRig() as rig:
