@@ -177,19 +177,23 @@ class Handle:
 
     def hashes(self) -> list[BlockHash]:
         """Return the hashes of the prefix's whole blocks, in a new list."""
-        lists: list[list[BlockHash]] = []
         node = self._live()
+        lists = [node.hashes]
         while isinstance(node, _Node):
-            lists.append(node.hashes)
             node = node.parent
-        out = node.hashes.copy()
-        for hashes in reversed(lists):
-            out += hashes
+            if node.hashes:
+                lists.append(node.hashes)
+        out = lists.pop().copy()
+        while lists:
+            out += lists.pop()
         return out
 
     def hashes_with(self, tokens: bytes) -> list[BlockHash]:
         """Return the hashes of the prefix with `tokens` (u32 bytes) appended; adds nothing."""
-        return self.hashes() + self._live().hash_on(tokens)[0]
+        hashes = self.hashes()
+        if tokens:
+            hashes += self._live().hash_on(tokens)[0]
+        return hashes
 
     def head(self, tokens_max: int) -> bytes:
         """Return the first token ids of the prefix (u32 bytes), at most `tokens_max` of them."""

@@ -7,7 +7,7 @@ what has many parts by a thread, since it is Python that runs then: nobody is he
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from typing import Any, Final
 
 from controlplane.core.hashing import NO_EXTRAS, Extras
@@ -23,7 +23,7 @@ PARTS_MAX: Final = 16_384
 Reading = Prompt | Inexact
 
 
-def read(served: ServedModel, asked: Asked, lora: str | None) -> Reading | Awaitable[Reading]:
+def read(served: ServedModel, asked: Asked, lora: str | None) -> Reading | Rest:
     """Return a prompt's tokens, at once if that is quick, else as something to await or close.
 
     Args:
@@ -89,7 +89,7 @@ async def _reading(
     return await reader.read_completion(asked, extras, tokens_max=tokens_max)
 
 
-def _begin(reading: Coroutine[Any, Any, Reading]) -> Reading | Awaitable[Reading]:
+def _begin(reading: Coroutine[Any, Any, Reading]) -> Reading | Rest:
     """Run a coroutine up to its first suspension: a quick one needs no task of its own."""
     try:
         waiting_for = reading.send(None)

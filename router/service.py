@@ -140,7 +140,7 @@ class Router:
         if isinstance(caller, Refusal):
             self._refuse(exchange, endpoint, NOBODY, caller)
             return
-        refusal = self._unfit(exchange, endpoint)
+        refusal = self._unfit(exchange, path, endpoint)
         if refusal is not None:
             self._refuse(exchange, endpoint, caller.tenant, refusal)
         elif method in _GET and is_about_models(path):
@@ -150,9 +150,8 @@ class Router:
         else:
             self._route(exchange, endpoint, caller)
 
-    def _unfit(self, exchange: Exchange, endpoint: Endpoint) -> Refusal | None:
+    def _unfit(self, exchange: Exchange, path: bytes, endpoint: Endpoint) -> Refusal | None:
         """Return why a request is none for this router, whatever its body says."""
-        path = exchange.path
         if self.directory.learning:
             return starting(self.directory.learning)
         if endpoint.decode is not None:
@@ -193,7 +192,7 @@ class Router:
         if isinstance(resolved, Refusal):
             self._begin(exchange, endpoint, gate, started_s, resolved)
         else:
-            asked = Asked(parsed, len(body), is_heavy(body))
+            asked = Asked(parsed, len(body), is_heavy(parsed, body))
             Routing(self, exchange, endpoint, gate, resolved, started_s).start(asked)
 
     def _begin(
@@ -318,10 +317,6 @@ class Router:
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
         return task
-
-    def told(self) -> None:
-        """Note that route events wait."""
-        self.events.told()
 
     async def stop(self) -> None:
         """End what is still being read."""

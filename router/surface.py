@@ -198,9 +198,13 @@ def _model_of(body: bytes, content_type: bytes) -> str:
         return ""
 
 
-def is_heavy(body: bytes) -> bool:
+def is_heavy(parsed: Parsed | None, body: bytes) -> bool:
     """Whether a body may have so many parts that reading them takes more than a millisecond."""
-    return len(body) > _LIGHT_BYTES and are_many(body.count(b"{"), body.count(b","))
+    if len(body) <= _LIGHT_BYTES or isinstance(getattr(parsed, "prompt", None), str):
+        return False  # short, or one text
+    values = body.count(b",")
+    # Objects side by side have commas between them, and what is nested deeply is refused.
+    return values > _LIGHT_OBJECTS and are_many(body.count(b"{"), values)
 
 
 def are_many(objects: int, values: int) -> bool:

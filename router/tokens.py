@@ -333,7 +333,7 @@ class PromptReader:
     # --- driving the steps ---
 
     async def _finish(self, steps: _Steps | Inexact) -> Prompt | Inexact:
-        if not isinstance(steps, Generator):
+        if isinstance(steps, Inexact):
             return self._count(steps)
         tokenizer = self._tokenizer
         assert tokenizer is not None
@@ -362,7 +362,7 @@ class PromptReader:
             steps.close()
 
     def _finish_now(self, steps: _Steps | Inexact) -> Prompt | Inexact:
-        if not isinstance(steps, Generator):
+        if isinstance(steps, Inexact):
             return self._count(steps)
         assert self._tokenizer is not None
         encode: Callable[[str], bytes] = self._tokenizer.encode

@@ -54,11 +54,11 @@ def read_usage(tail: bytes) -> Usage:
     at = tail.rfind(_USAGE)
     if at < 0:
         return NO_USAGE
-    counts = {
-        name: count
-        for name, digits in _COUNT.findall(tail, at, at + _USAGE_BYTES_MAX)
-        if (count := int(digits)) <= COUNT_MAX
-    }
+    counts: dict[bytes, int] = {}
+    for name, digits in _COUNT.findall(tail, at, at + _USAGE_BYTES_MAX):
+        count = int(digits)
+        if count <= COUNT_MAX:
+            counts[name] = count
     cached = counts.get(b"cached_tokens", counts.get(b"cache_read_input_tokens"))
     prompt = counts.get(b"prompt_tokens", counts.get(b"input_tokens"))
     if prompt is not None and b"cache_read_input_tokens" in counts:

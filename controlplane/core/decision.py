@@ -127,16 +127,16 @@ class Decision(msgspec.Struct, frozen=True):
     def classes(self) -> list[ClassCoverage]:
         """Return the request's classes as the hotspot detector needs them."""
         hashes = self.request.hashes
-        depths = [depth for depth in CLASS_DEPTHS if depth <= len(hashes)]
-        if not depths:
-            return []
         found: list[ClassCoverage] = []
-        known: tuple[int, int, float | None, float | None] = (-1, 0, None, None)
-        for depth in depths:
-            holders = self.match.holders(depth)
-            if holders != known[0]:
-                known = (holders, *self._coverage(depth))
-            found.append(ClassCoverage(hashes[depth - 1], depth, *known[1:]))
+        known: tuple[int, float | None, float | None] = (0, None, None)
+        reach = 0.0  # the depth down to which the same instances hold the prompt
+        for depth in CLASS_DEPTHS:
+            if depth > len(hashes):
+                break
+            if depth > reach:
+                reach = next((down for down, _ in self.match.levels if down >= depth), inf)
+                known = self._coverage(depth)
+            found.append(ClassCoverage(hashes[depth - 1], depth, *known))
         return found
 
     def _coverage(self, depth: int) -> tuple[int, float | None, float | None]:

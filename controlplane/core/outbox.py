@@ -10,6 +10,8 @@ BATCH_BYTES_MAX = 500_000
 """Estimated size at which a batch ends: half of what the bus takes, since it is an estimate. A
 decision over a thousand instances alone is some 10 kB where all its candidates are recorded."""
 
+_FIXED_BYTES = 768
+
 
 class Outbox:
     """Route events waiting for the next batch.
@@ -60,26 +62,29 @@ class Outbox:
 
 def _bytes_of(event: RouteEvent) -> int:
     """Return about how long an event is on the wire, rather more than less."""
+    if isinstance(event, Routed):
+        return _FIXED_BYTES + len(event.request_id) + _bytes_of_columns(event.candidates)
     if isinstance(event, RouterTotals):
         return 64 + sum(len(name) + 32 for name in event.bookings)
     if isinstance(event, FleetRows):
         names = sum(len(name) + 3 for name in event.instance_ids)
         return 512 + names + len(event.epochs) + len(event.applied)
-    fixed = 768 + len(event.request_id)
-    if not isinstance(event, Routed) or event.candidates is None:
-        return fixed
-    return fixed + _bytes_of_columns(event.candidates)
+    return _FIXED_BYTES + len(event.request_id)
 
 
-def _bytes_of_columns(columns: CandidateColumns) -> int:
-    numbers = (
-        columns.hit_tokens,
-        columns.promised_tokens,
-        columns.queued_tokens,
-        columns.batch_size,
-        columns.context_tokens,
-        columns.applied,
-        columns.inexact,
-        *columns.excluded.values(),
+def _bytes_of_columns(columns: CandidateColumns | None) -> int:
+    if columns is None:
+        return 0
+    sets = sum(map(len, columns.excluded.values())) if columns.excluded else 0
+    return (
+        256
+        + 32 * len(columns.levels)
+        + len(columns.hit_tokens)
+        + len(columns.promised_tokens)
+        + len(columns.queued_tokens)
+        + len(columns.batch_size)
+        + len(columns.context_tokens)
+        + len(columns.applied)
+        + len(columns.inexact)
+        + sets
     )
-    return sum(map(len, numbers)) + 256 + 32 * len(columns.levels)
