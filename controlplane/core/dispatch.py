@@ -203,6 +203,8 @@ class Dispatcher:
     def _promised(self, request: RouteRequest, hits: IntArray | None) -> IntArray | None:
         """Return (rows,) tokens beyond the hits that are promised; None if nobody promises any."""
         assert self.promises is not None
+        if not request.hashes:
+            return None
         usable = usable_blocks(request.prompt_tokens, request.block_size)
         found = self.promises.find(request.hashes, min(usable, len(request.hashes)))
         promised: IntArray | None = None

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from controlplane.core.decision import RouteRequest
 from controlplane.core.events import Tick
 from controlplane.core.hashing import chain, pack_tokens
 from controlplane.core.plane import Plane
@@ -252,3 +253,14 @@ def test_promises_can_be_turned_off() -> None:
     """With no time to last, they are not even kept."""
     assert plane("a", promise_s=0.0).requests.promises is None
     assert plane("a").requests.promises is not None
+
+
+def test_a_prompt_that_is_not_known_is_promised_nothing() -> None:
+    """Without hashes there is no block size either, and load decides as ever."""
+    made = plane("a", promise_s=5.0)
+    _send(made, prompt(1, 2, 3))
+    unknown = RouteRequest("unknown", 100, exact=False, by_load="inexact:multimodal")
+    assert made.requests.best_hit(unknown) == 0
+    decision = made.requests.decide(unknown, 1.0)
+    assert decision is not None
+    assert (decision.promised_tokens, decision.hit) == (None, 0)
