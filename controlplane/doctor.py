@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from controlplane.bus import NatsBus
@@ -197,7 +198,7 @@ class Doctor:
                 if not served["card"]:
                     yield _no_card(name)
                     continue
-                for instance in served["instances"]:
+                for instance in sorted(served["instances"], key=itemgetter("instance")):
                     async for finding in _instance(canary, name, instance):
                         yield finding
         finally:

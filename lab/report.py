@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,16 +97,25 @@ def cell(column: Column, rows: Sequence[Metrics]) -> tuple[str, str]:
     return text, f"±{format(spread, column.form)}"
 
 
+def check_installed() -> None:
+    """Make sure that a report can be written, before a replay of minutes ends without one.
+
+    Raises:
+        Missing: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise Missing("--out needs matplotlib: pip install 'multiplane[lab]'")
+
+
 def write(cases: Sequence[Case], folder: Path, command: str) -> Path:
     """Write numbers, pictures and the page; return the page's path.
 
     Raises:
         Missing: matplotlib is not installed.
     """
-    try:
-        from lab import report_plots as plots
-    except ModuleNotFoundError as error:
-        raise Missing(f"{error.name} is missing: pip install 'multiplane[lab]'") from error
+    check_installed()
+    from lab import report_plots as plots
+
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for case in cases for _, row in case.runs]
     (folder / "metrics.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))

@@ -258,10 +258,9 @@ class BusView:
         self._book(source, event.instance_id, 1, event.new_tokens)
         view.routed += 1
         sizes = f"{event.prompt_tokens or 0:,} tokens, {event.hit_tokens:,} cached"
-        self.last.append(
-            f"{event.request_id[-6:]:>6} → {event.instance_id}  {sizes}, "
-            f"score {event.score:,.0f} ({event.policy})"
-        )
+        turns = event.policy == "round_robin"  # which scores nobody
+        why = event.policy if turns else f"score {event.score:,.0f} ({event.policy})"
+        self.last.append(f"{event.request_id[-6:]:>6} → {event.instance_id}  {sizes}, {why}")
 
     def _finished(self, source: str, event: messages.Finished, now_s: float) -> None:
         view = self._of(event.instance_id)

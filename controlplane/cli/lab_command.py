@@ -87,6 +87,8 @@ def replay(
 
     console = Console(stderr=json)
     with _explained():
+        if out is not None:
+            report.check_installed()
         specs, best_linear = parse_policies(policies)
         config = ReplayConfig(
             instances=instances,

@@ -83,6 +83,17 @@ def test_a_replay_prints_a_table_and_writes_a_report(
     assert asked in (out / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_report_that_cannot_be_written_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nobody waits for a replay, and then learns that a library is missing."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert call(monkeypatch, "replay", "sample", "--out", str(tmp_path)) == 2
+    told = capsys.readouterr()
+    assert "--out needs matplotlib: pip install 'multiplane[lab]'" in told.err
+    assert not told.out
+
+
 def test_numbers_are_printed_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
