@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -83,20 +85,36 @@ def _run_apart(
     """Run jobs in processes of their own; fresh ones, since a fork would copy our threads."""
     context = multiprocessing.get_context("spawn")
     told = context.SimpleQueue()
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(
         min(processes, len(jobs)), mp_context=context, initializer=_begin, initargs=(told,)
     ) as pool:
-        waiting = {pool.submit(_run_there, job): position for position, job in jobs.items()}
         try:
+            with _interrupts_held():
+                waiting = {pool.submit(_run_there, job): at for at, job in jobs.items()}
             while waiting:
                 done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
                 while not told.empty():
                     progress(told.get())
                 for future in done:
                     made(waiting.pop(future), decode(future.result()))
-        finally:
-            for future in waiting:
-                future.cancel()
+        except BaseException:
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()  # nobody waits for their results any more
+            raise
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C from processes that are started meanwhile: they inherit what is blocked.
+
+    A terminal sends it to all of them, and each would print where it was. Ours alone ends the rest.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _told: Any = None
