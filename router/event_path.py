@@ -438,8 +438,9 @@ class EventPath:
         """Publish all route events that wait."""
         self._flush_due = None
         for served in self._directory:
-            subject = subjects.route(served.model, self._router_id)
-            while (batch := served.plane.outbox.take(time.time())) is not None:
+            outbox = served.plane.outbox
+            subject = subjects.route(served.model, self._router_id) if len(outbox) else ""
+            while (batch := outbox.take(time.time())) is not None:
                 self._bus.publish(subject, encode(batch))
 
     def _spawn(self, coroutine: Any) -> None:

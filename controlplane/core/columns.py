@@ -129,7 +129,7 @@ class ColumnTeller:
             decision.promised_tokens,
             decision.context_tokens,
         )
-        exact = fleet.exact
+        exact, filters = fleet.exact, decision.choice.filters
         return CandidateColumns(
             self._version,
             hit_tokens=b"" if hits is None else pack(hits),
@@ -139,10 +139,10 @@ class ColumnTeller:
             context_tokens=b"" if context is None else pack(context),
             applied=pack(fleet.applied - self._applied),
             inexact=b"" if exact[exact.argmin()] else pack_bits(~exact),
-            excluded={
-                name: pack_bits(~keep) for name, keep in decision.choice.filters if not keep.all()
-            },
-            levels=levels_of(decision),
+            excluded={name: pack_bits(~keep) for name, keep in filters if not keep.all()}
+            if filters
+            else {},
+            levels=levels_of(decision) if decision.match.levels else [],
         )
 
 
@@ -150,8 +150,6 @@ def levels_of(decision: Decision) -> list[PrefixLevel]:
     """Return the depths at which instances drop out of a prompt, with the blocks that show it."""
     request = decision.request
     hashes = request.hashes
-    if not decision.match.levels:
-        return []
     usable = min(usable_blocks(request.prompt_tokens, request.block_size), len(hashes))
     found = []
     for depth, _ in decision.match.levels:

@@ -167,8 +167,7 @@ class Dispatcher:
             return self._named(override.policy), f"override:{override.by or 'operator'}"
         if request.by_load:
             return self._named("least_requests"), request.by_load
-        trusted = self._fleet.trusted
-        if trusted[trusted.argmax()]:
+        if self._fleet.trusts[0]:
             self._blind_since_s = None
             return self._policy, ""
         if self._blind_since_s is None:
@@ -197,8 +196,7 @@ class Dispatcher:
         for tier in range(1, fleet.tiers):
             more = np.maximum(by_slot[fleet.slots[tier]] - hits, 0)
             hits = hits + (more * self._tier_credit[tier]).astype(np.int64)
-        trusted = fleet.trusted
-        return match, hits if trusted[trusted.argmin()] else hits * trusted
+        return match, hits if fleet.trusts[1] else hits * fleet.trusted
 
     def _promised(self, request: RouteRequest, hits: IntArray | None) -> IntArray | None:
         """Return (rows,) tokens beyond the hits that are promised; None if nobody promises any."""

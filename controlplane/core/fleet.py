@@ -157,6 +157,7 @@ class Fleet:
         self._slots: NDArray[np.int64] = np.full((tiers_max, 16), -1, np.int64)
         self._capable: dict[str, NDArray[np.bool_]] = {}
         self._barred: bool | None = None
+        self._trusts: tuple[bool, bool] | None = None
         self.undrained: NDArray[np.bool_] | None = None
         self._views()
 
@@ -202,7 +203,7 @@ class Fleet:
     def refresh(self, instance: Instance, now_s: float) -> None:
         """Write what an instance's facts mean into the masks. Call after changing any of them."""
         row = instance.row
-        self._barred = None
+        self._barred = self._trusts = None
         self.healthy[row] = not instance.breaker_open
         self.ready[row] = not instance.draining
         self.allowed[row] = now_s >= instance.blacklisted_until_s
@@ -231,6 +232,14 @@ class Fleet:
             masks = (self.healthy, self.ready, self.allowed)
             self._barred = any(len(mask) and not mask[mask.argmin()] for mask in masks)
         return self._barred
+
+    @property
+    def trusts(self) -> tuple[bool, bool]:
+        """Whether there is anybody who is trusted, and whether everybody is."""
+        if self._trusts is None:
+            count = int(np.count_nonzero(self.trusted))
+            self._trusts = count > 0, count == len(self.trusted)
+        return self._trusts
 
     def capable(self, lora: str | None) -> NDArray[np.bool_] | None:
         """Return (rows,) who can serve an adapter; None where none is asked for."""
@@ -284,7 +293,7 @@ class Fleet:
         self.applied = self._applied[:rows]
         self.slots = self._slots[:, :rows]
         self.rows = tuple(self._by_row)
-        self._barred = None
+        self._barred = self._trusts = None
         self.drains_changed()
         self.version += 1
         self._capable.clear()

@@ -27,7 +27,6 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-_INT64_END = 1 << 63
 _ZERO, _ONE, _INFINITY = np.array(0), np.array(1), np.array(np.inf)
 """As arrays, because numpy takes longer to make one of a Python number than to use it."""
 
@@ -213,11 +212,6 @@ def queued_tokens(view: FleetView) -> IntArray:
 
 
 def product(a: IntArray, b: IntArray) -> FloatArray:
-    """Return a × b for (n,) columns of numbers from 0 on: exact below 2^53, and never wrapping.
-
-    Numpy multiplies integers as such some times faster than into another type.
-    """
-    if int(a[a.argmax()]) * int(b[b.argmax()]) < _INT64_END:
-        return (a * b).astype(np.float64)
+    """Return a × b for (n,) columns of numbers from 0 on: exact below 2^53, and never wrapping."""
     exact: FloatArray = np.multiply(a, b, dtype=np.float64)
     return exact
