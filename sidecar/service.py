@@ -79,6 +79,7 @@ class SidecarService:
         self._names_due_s = self._refusal_due_s = self._rivals_due_s = float("-inf")
         self._rivals = Rivals()
         self._create_due_s = float("-inf")
+        self._uncreated = ""  # why the bus still lacks something
         bus.on_state(self._bus_state)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -263,19 +264,20 @@ class SidecarService:
 
     async def _register(self) -> None:
         """Keep the records of all instances fresh."""
-        failing = False
+        said = ""
         while True:
             self._dirty.clear()
             wait_s = self.config.heartbeat_s
             try:
                 await self._put_records()
-                failing = False
+                said = self._uncreated = ""
             except BusError as error:
                 self.counts["bus_errors"] += 1
                 created = await self._create_missing()
-                if not failing and not created:
-                    logger.warning("cannot register: %s", error)
-                failing = not created
+                problem = "" if created else f"{error}{self._uncreated}"
+                if problem not in ("", said):
+                    logger.warning("cannot register: %s", problem)
+                said = problem
                 wait_s = min(wait_s, _RETRY_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -293,8 +295,9 @@ class SidecarService:
         try:
             created = await create_missing(self._bus)
         except BusError as error:
-            logger.debug("cannot create what the bus lacks: %s", error)
+            self._uncreated = f"; nor create what the bus lacks: {error}"
             return False
+        self._uncreated = ""
         if created:
             logger.info("created on the bus: %s", ", ".join(change.name for change in created))
         return bool(created)

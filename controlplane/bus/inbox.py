@@ -30,6 +30,10 @@ class Answer(msgspec.Struct, frozen=True):
         return self.headers.get("Status", "")
 
 
+class NoAnswerError(BusError):
+    """Nobody has answered in time, though the connection stands."""
+
+
 class Box:
     """The answers to one request, until it is closed; a context manager.
 
@@ -73,14 +77,19 @@ class Box:
         self._arrived.set()
 
     async def get(self, timeout_s: float) -> Answer:
-        """Return the next answer. Raises BusError when there is none in time, or never will be."""
+        """Return the next answer.
+
+        Raises:
+            NoAnswerError: there is none in time.
+            BusError: there never will be.
+        """
         if not self._answers and self._failure is None:
             self._arrived.clear()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._arrived.wait()
             except TimeoutError:
-                raise BusError(f"no answer within {timeout_s} s") from None
+                raise NoAnswerError(f"no answer within {timeout_s} s") from None
         if not self._answers:
             raise BusError(f"no answer: {self._failure}")
         return self._answers.popleft()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from controlplane.bus.inbox import Answer
+from controlplane.bus.inbox import Answer, NoAnswerError
 from controlplane.bus.protocol import BusError, Record, WrongRevision
 
 if TYPE_CHECKING:
@@ -134,7 +134,14 @@ class JetStream:
             WrongRevision: the headers expected another last sequence.
             BusError: no stream takes the subject, or it is full.
         """
-        return int(_decoded(await self.bus.call(subject, payload, headers))["seq"])
+        try:
+            answer = await self.bus.call(subject, payload, headers)
+        except NoAnswerError as error:
+            raise BusError(
+                f"not stored: {error}; if the server's log says that it cannot write, make room "
+                "on its disk and restart it"
+            ) from error
+        return int(_decoded(answer)["seq"])
 
     async def last(self, stream: str, subject: str) -> Message | None:
         """Read the last message on a subject, from the stream's leader; None if there is none."""

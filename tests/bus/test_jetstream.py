@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from controlplane.bus import jetstream
-from controlplane.bus.inbox import Answer
-from controlplane.bus.jetstream import ALL, BATCH, Feed, JetStream, JetStreamError
+from controlplane.bus.inbox import Answer, NoAnswerError
+from controlplane.bus.jetstream import ALL, BATCH, Caller, Feed, JetStream, JetStreamError
 from controlplane.bus.protocol import BusError, WrongRevision
 
 
@@ -161,3 +161,19 @@ async def test_bad_answers_are_errors(answer: Any, error: type[BusError], reason
     """Whatever the server answers is a result or a BusError."""
     with pytest.raises(error, match=reason):
         await JetStream(ScriptedBus(answer)).store("s", b"")  # type: ignore[arg-type]
+
+
+class _Mute:
+    """A bus whose server takes requests and does not answer them."""
+
+    async def call(
+        self, subject: str, payload: bytes, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """Wait in vain."""
+        raise NoAnswerError("no answer within 5.0 s")
+
+
+async def test_a_server_that_cannot_write_is_told_from_one_that_is_away() -> None:
+    """With a full disk it answers all but what is to be stored; the error says where to look."""
+    with pytest.raises(BusError, match=r"not stored: no answer within 5\.0 s; if the server's log"):
+        await JetStream(cast("Caller", _Mute())).store("subject", b"")

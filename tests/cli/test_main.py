@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import typer
 
-from controlplane.cli.main import app
+from controlplane.cli.app import app
 from lab.generators import KINDS
 from tests.cli.commands import call
 
@@ -153,3 +156,23 @@ def test_the_version_is_the_packages(
     """`--version` prints name and number."""
     assert call(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.startswith("multiplane ")
+
+
+_INTERRUPTED = """
+import os, signal, sys
+from controlplane.cli.main import run
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "controlplane.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+run()
+"""
+
+
+def test_ctrl_c_before_anything_runs_ends_without_a_word() -> None:
+    """While modules are imported there is nothing to clean up, and nothing to say."""
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -184,6 +185,24 @@ async def test_a_sidecar_that_starts_too_late_says_so(world: World) -> None:
             await eventually(lambda: router.blocks("i-1") == truth(client.server))
             assert feed.mirror.complete
             await eventually(lambda: router.records["i-1"].mirror_complete)
+
+
+@pytest.mark.live
+async def test_why_nothing_can_be_registered_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bus lacks everything, and the server has no room for it: each reason is logged once."""
+    config = tmp_path / "nats.conf"
+    config.write_text('jetstream { store_dir: "js", max_file_store: 1M, max_memory_store: 1M }\n')
+    async with EmbeddedNats(config=config) as server:
+        bus = await NatsBus.connect(server.url, options=fast())
+        async with serving(names=["tiny"]) as client, sidecar_of(client.url, bus) as sidecar:
+            await eventually(lambda: sidecar.counts["bus_errors"] > 2, within_s=10.0)
+        await bus.close()
+    said = [record.message for record in caplog.records if "cannot register" in record.message]
+    assert len(said) == len(set(said))
+    assert all("; nor create what the bus lacks: " in line for line in said)
+    assert all("`multiplane bus init --size" in line for line in said)
 
 
 async def test_the_bus_may_be_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
