@@ -12,6 +12,8 @@ from controlplane.bus.inbox import Answer, NoAnswerError
 from controlplane.bus.jetstream import ALL, BATCH, Caller, Feed, JetStream, JetStreamError
 from controlplane.bus.protocol import BusError, WrongRevision
 
+CREATED = "2026-01-02T03:04:05.678901234Z"
+
 
 class ScriptedLink:
     """A connection to a server that says what the test wants, things a real one rarely does."""
@@ -64,7 +66,7 @@ def encoded(value: Any) -> bytes:
 async def opened(pending: int = 3) -> tuple[Feed, ScriptedLink]:
     """Return an open feed and its connection."""
     link = ScriptedLink()
-    js = JetStream(ScriptedBus({"num_pending": pending}))  # type: ignore[arg-type]
+    js = JetStream(ScriptedBus({"num_pending": pending, "created": CREATED}))  # type: ignore[arg-type]
     feed = Feed(js, link, "S", "a", ALL)  # type: ignore[arg-type]
     assert await feed.open() == pending
     return feed, link
