@@ -86,9 +86,11 @@ def score(api: Api, body: bytes) -> dict[str, Any]:
 def _ids(api: Api, text: Any) -> list[int]:
     if isinstance(text, str):
         return api.model.encode(text)
-    if isinstance(text, list) and all(isinstance(each, int) and each >= 0 for each in text):
+    size = api.model.vocabulary_size
+    if isinstance(text, list) and all(isinstance(each, int) and 0 <= each < size for each in text):
         return text
-    raise ApiError(400, "inputs must be texts or lists of token ids", param="input")
+    problem = f"inputs must be texts or lists of token ids from 0 to {size - 1}"
+    raise ApiError(400, problem, param="input")
 
 
 def _vector(ids: list[int]) -> list[float]:

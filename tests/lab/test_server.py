@@ -288,6 +288,7 @@ async def test_key_is_asked_for_under_v1_only() -> None:
         ("/tokenize", {}, 400, "prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, 400, "from 0 to 4095"),
         ("/v1/embeddings", {"input": [1.5]}, 400, "texts or lists"),
+        ("/v1/embeddings", {"input": [1 << 32]}, 400, "from 0 to 4095"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, 400, "text_1 must have"),
     ],
 )
