@@ -90,10 +90,10 @@ class Watched(SimRouter):
         heard.took_ns.append(took_ns)
         heard.bytes += len(encode(event)) + len(subject) + _NATS_BYTES
 
-    def route(self, request: RouteRequest) -> Ticket:
+    def route(self, request: RouteRequest, waited_s: float = 0.0) -> Ticket:
         """Decide and book, and note how long that took."""
         began_ns = perf_counter_ns()
-        ticket = super().route(request)
+        ticket = super().route(request, waited_s)
         self.decided_ns.append(perf_counter_ns() - began_ns)
         return ticket
 

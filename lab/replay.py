@@ -5,7 +5,8 @@ the routers (`replay_router`: the production plane), which decides on what it kn
 chosen engine's queue (`replay_instance`). Engines skip ahead: a run of decode steps is one event,
 until a request ends or another comes. When a step ends, its tokens reach
 the router at once, as they do on the stream of the answer; its block events reach every router
-after that router's lag, and so do the routers' messages to each other.
+after that router's lag, and so do the routers' messages to each other. With a queue, requests wait
+at their router while every instance is at its cap (`replay_queue`).
 
 Nothing here reads a clock: the same trace, policy and seed give the same result.
 """
@@ -22,17 +23,19 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from controlplane.core.decision import RouteRequest
 from controlplane.core.detector_writes import Message
 from controlplane.core.dispatch import Ticket
 from lab.baselines import OracleTtft
 from lab.block_pool import BlockPool
-from lab.engine_types import Output, StepResult
+from lab.engine_types import Output, Request, StepResult
 from lab.replay_agenda import Agenda
 from lab.replay_config import PolicySpec, ReplayConfig, looks_at_blocks
 from lab.replay_detector import SimDetector
 from lab.replay_feed import BlockFeed, DirectFeed, SidecarFeed
 from lab.replay_instance import SimInstance
 from lab.replay_prompts import NamedPrompts, Prompts, TokenPrompts
+from lab.replay_queue import Guest, SimQueue, budgets_of
 from lab.replay_result import Result
 from lab.replay_router import SimRouter
 from lab.traces import Trace
@@ -90,13 +93,14 @@ def _ways(
 class _Open:
     """A request on its way."""
 
-    __slots__ = ("position", "router", "ticket", "ttft_s")
+    __slots__ = ("position", "router", "ticket", "ttft_s", "waited_s")
 
-    def __init__(self, position: int, router: SimRouter, ticket: Ticket) -> None:
+    def __init__(self, position: int, router: SimRouter, ticket: Ticket, waited_s: float) -> None:
         self.position = position
         self.router = router
         self.ticket = ticket
         self.ttft_s = -1.0
+        self.waited_s = waited_s
 
 
 class Replay:
@@ -144,6 +148,10 @@ class Replay:
         self._promised = np.zeros(count, np.int64)
         self._cached = np.zeros(count, np.int64)
         self._instance = np.zeros(count, np.int64)
+        self._wait_s = np.zeros(count)
+        self._shed = np.zeros(count, np.bool_)
+        self._budget_s = budgets_of(count, config.budgets_ttft_s, config.seed)
+        self._queues = self._make_queues()
         self._samples: list[tuple[float, list[int], list[float]]] = []
 
     def _make_routers(self) -> list[SimRouter]:
@@ -160,6 +168,16 @@ class Replay:
             )
         return routers
 
+    def _make_queues(self) -> list[SimQueue]:
+        """Return a queue for each router; none where nobody queues."""
+        config = self._config.queue
+        if config is None:
+            return []
+        return [
+            SimQueue(config, router.plane, self._agenda, self._released, self._refused)
+            for router in self.routers
+        ]
+
     def run(self) -> None:
         """Replay it all."""
         config, agenda = self._config, self._agenda
@@ -171,7 +189,9 @@ class Replay:
 
     @property
     def _over(self) -> bool:
-        return self._arrived == len(self._trace.requests) and not self._open
+        if self._arrived < len(self._trace.requests) or self._open:
+            return False
+        return not any(len(each.queue) for each in self._queues)
 
     # --- requests
 
@@ -181,15 +201,36 @@ class Replay:
         if self._arrived < len(requests):
             self._agenda.at(requests[self._arrived].at_s, self._arrive, self._arrived)
         request, asked = self._prompts.make(position)
+        if not self._queues:
+            self._send(position, request, asked)
+        else:
+            queue = self._queues[position % len(self._queues)]
+            if not queue.hold(Guest(position, request, asked), float(self._budget_s[position])):
+                self._send(position, request, asked)
+        if self._progress is not None:
+            self._progress(self._arrived)
+
+    def _send(
+        self, position: int, request: Request, asked: RouteRequest, waited_s: float = 0.0
+    ) -> None:
+        """Decide on a request and hand it to its instance."""
         router = self.routers[position % len(self.routers)]
-        ticket = router.route(asked)
+        ticket = router.route(asked, waited_s)
         chosen = ticket.decision.choice.index
         self._promised[position] = ticket.decision.hit
         self._instance[position] = chosen
-        self._open[request.request_id] = _Open(position, router, ticket)
+        self._open[request.request_id] = _Open(position, router, ticket, waited_s)
         self.instances[chosen].add(request)
-        if self._progress is not None:
-            self._progress(self._arrived)
+
+    def _released(self, guest: Guest) -> None:
+        position = guest.position
+        waited_s = self._agenda.now_s - self._trace.requests[position].at_s
+        self._wait_s[position] = waited_s
+        self._send(position, guest.prompt, guest.request, waited_s)
+
+    def _refused(self, guest: Guest) -> None:
+        self._shed[guest.position] = True
+        self._prompts.forget(guest.prompt.request_id)
 
     def _output(self, output: Output) -> None:
         request = self._open[output.request_id]
@@ -205,7 +246,13 @@ class Replay:
             self._end_s[position] = now_s
             asked = self._trace.requests[position]
             cached = int(self._cached[position])
-            request.router.finish(request.ticket, asked.output_tokens, cached, request.ttft_s)
+            request.router.finish(
+                request.ticket, asked.output_tokens, cached, request.ttft_s, request.waited_s
+            )
+            if self._queues:
+                took_s = now_s - asked.at_s - request.waited_s
+                queue = self._queues[position % len(self._queues)]
+                queue.ended(request.ttft_s - request.waited_s, took_s)
 
     # --- messages
 
@@ -277,6 +324,8 @@ class Replay:
         for router in self.routers:
             assert not router.plane.intake.counts["digest_mismatch"], "a feed said what is not"
             counts.update(router.plane.requests.counts)
+        for queue in self._queues:
+            counts.update(queue.counts)
         return Result(
             policy=self._spec.label,
             trace=self._trace.name,
@@ -289,7 +338,11 @@ class Replay:
             promised_tokens=self._promised[ended],
             cached_tokens=self._cached[ended],
             instance=self._instance[ended],
-            unfinished=int((~ended).sum()),
+            wait_s=self._wait_s[ended],
+            budget_s=self._budget_s[ended],
+            queue="" if self._config.queue is None else self._config.queue.order,
+            shed_at_s=at_s[self._shed],
+            unfinished=int((~ended & ~self._shed).sum()),
             sample_s=np.array([at_s for at_s, _, _ in self._samples]),
             batch=np.array([batch for _, batch, _ in self._samples], np.int64),
             kv_usage=np.array([usage for _, _, usage in self._samples]),

@@ -8,6 +8,7 @@ import msgspec
 
 from controlplane.core.detector import BLIND_POLICIES
 from controlplane.core.policies import POLICIES, make_policy
+from controlplane.core.queue_lines import QueueConfig
 from lab.baselines import BASELINES
 from lab.engine_types import EngineConfig
 from lab.profiles import DEFAULT_PROFILE, StepTimes, find_profile
@@ -96,8 +97,14 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             from one router's message to another's ear. Several routers differ by ± half of it.
         report_s: how often engines' own counts reach routers.
         batch_cap: largest batch of an instance that routers accept; 0 for no cap.
+        queue: how requests wait at each router while every instance is at the cap; None to send
+            them on regardless.
+        budgets_ttft_s: seconds to the first token, waits included, within which an answer is in
+            time; each request has one of them, by the seed; 0 for a request without.
         detector: whether the hotspot detector watches.
-        promise_s: see `PlaneConfig.promise_s`.
+        promise_s: how long blocks count as cached before they are there, see
+            `PlaneConfig.promise_s`; 0 for not at all. Routers and `lab replay` take 5 s unless told
+            otherwise; the bare planes that docs/evaluation.md compares promise nothing.
         through_sidecars: let block events take the whole way through the sidecar's mirror and
             relay, tokens hashed; slow, and the same decisions.
         coast_s_max: longest run of decode steps that is one event: how late the block events of
@@ -120,6 +127,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     report_s: float = 0.1
     tick_s: float = 0.25
     batch_cap: int = 0
+    queue: QueueConfig | None = None
+    budgets_ttft_s: tuple[float, ...] = ()
     detector: bool = False
     promise_s: float = 0.0
     through_sidecars: bool = False
@@ -143,12 +152,18 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("event_lag_s", "promise_s", "batch_cap", "kv_tokens", "block_size"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+        if not all(budget_s >= 0 for budget_s in self.budgets_ttft_s):
+            raise ValueError(f"budgets_ttft_s must not be negative: {self.budgets_ttft_s}")
+        if self.queue is not None and not self.batch_cap:
+            raise ValueError("a queue needs a batch cap: without one, every instance has room")
 
     @property
     def fleet(self) -> str:
         """The instances and routers, for people."""
         routers = f", {self.routers} routers" if self.routers > 1 else ""
-        return f"{self.instances} × {self.profile}{routers}"
+        cap = f", at most {self.batch_cap} on each" if self.batch_cap else ""
+        queue = "" if self.queue is None else f", queue {self.queue.order}"
+        return f"{self.instances} × {self.profile}{routers}{cap}{queue}"
 
     def resolved(self, trace_block_tokens: int) -> ReplayConfig:
         """Return these settings with a block size for a trace."""

@@ -22,7 +22,12 @@ class Metrics(msgspec.Struct, frozen=True):
         promised_rate: the same, as routers believed.
         balance: largest batch over the mean batch, averaged over time; 1 is even.
         busy: share of time that engines were stepping, mean of all.
-        preemptions: requests sent back to a queue.
+        preemptions: requests sent back to an engine's queue.
+        wait_s: mean, p50, p90, p99 of the time in routers' queues; None where nobody queues.
+        shed_rate: refused requests over all; None likewise.
+        in_time_rate: answers that began within their budgets, over all requests; None where no
+            request has a budget.
+        goodput_rps: such answers a second, over the same time as `served_rps`; None likewise.
     """
 
     policy: str
@@ -40,6 +45,10 @@ class Metrics(msgspec.Struct, frozen=True):
     busy: float
     preemptions: int
     cpu_s: float
+    wait_s: tuple[float, float, float, float] | None = None
+    shed_rate: float | None = None
+    in_time_rate: float | None = None
+    goodput_rps: float | None = None
 
 
 def measure(result: Result, warm_up_s: float = 0.0) -> Metrics:
@@ -50,7 +59,11 @@ def measure(result: Result, warm_up_s: float = 0.0) -> Metrics:
     """
     counted = result.at_s >= warm_up_s
     prompt = max(int(result.prompt_tokens[counted].sum()), 1)
-    arrived = len(result.at_s) + result.unfinished
+    arrived = len(result.at_s) + len(result.shed_at_s) + result.unfinished
+    shed = int((result.shed_at_s >= warm_up_s).sum())
+    asked = max(int(counted.sum()) + shed + result.unfinished, 1)
+    in_time = result.ttft_s <= result.budget_s
+    queued, budgeted = bool(result.queue), bool(np.isfinite(result.budget_s).any())
     end_s = float(result.end_s.max(initial=0.0))
     busy_s = max(end_s, result.span_s)
     return Metrics(
@@ -69,6 +82,10 @@ def measure(result: Result, warm_up_s: float = 0.0) -> Metrics:
         busy=float(result.busy_s.mean()) / busy_s if busy_s else 0.0,
         preemptions=result.preemptions,
         cpu_s=result.cpu_s,
+        wait_s=spread(result.wait_s[counted]) if queued else None,
+        shed_rate=shed / asked if queued else None,
+        in_time_rate=int((in_time & counted).sum()) / asked if budgeted else None,
+        goodput_rps=(int(in_time.sum()) / end_s if end_s else 0.0) if budgeted else None,
     )
 
 

@@ -23,6 +23,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         promised_tokens: (n,) what the router believed to be cached.
         cached_tokens: (n,) what the engine found cached.
         instance: (n,) which one.
+        wait_s: (n,) of the TTFT, spent in the router's queue.
+        budget_s: (n,) within which a first token is in time; infinite where none was set.
+        queue: order of the routers' queues; empty where nobody queues.
+        shed_at_s: (m,) arrivals of the requests that were refused.
         unfinished: requests that had not ended when the replay was cut off.
         sample_s: (t,) when the fleet was looked at.
         batch: (t, instances) requests running and waiting.
@@ -45,6 +49,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     promised_tokens: Ints
     cached_tokens: Ints
     instance: Ints
+    wait_s: Floats
+    budget_s: Floats
+    queue: str
+    shed_at_s: Floats
     unfinished: int
     sample_s: Floats
     batch: Ints

@@ -88,14 +88,14 @@ class SimRouter:
 
     # --- requests
 
-    def route(self, request: RouteRequest) -> Ticket:
-        """Decide on a request and book it."""
+    def route(self, request: RouteRequest, waited_s: float = 0.0) -> Ticket:
+        """Decide on a request and book it, after so long in the queue."""
         now_s = self._agenda.now_s
         if self.rival is not None:
             self.rival.arriving(request, now_s)
         decision: Decision | None = self.plane.requests.decide(request, now_s)
         assert decision is not None, "there are instances"
-        ticket = self.plane.requests.book(decision, now_s, now_s)
+        ticket = self.plane.requests.book(decision, now_s, now_s, queue_s=waited_s)
         if self.rival is not None:
             self.rival.sent(decision.choice.index, request, decision.hit)
         self._flush_soon()
@@ -108,8 +108,15 @@ class SimRouter:
             self.rival.began(ticket.decision.choice.index, ticket.decision.request.request_id)
         self._flush_soon()
 
-    def finish(self, ticket: Ticket, output_tokens: int, cached_tokens: int, ttft_s: float) -> None:
-        """Note that a request has ended."""
+    def finish(
+        self,
+        ticket: Ticket,
+        output_tokens: int,
+        cached_tokens: int,
+        ttft_s: float,
+        waited_s: float = 0.0,
+    ) -> None:
+        """Note that a request has ended, `waited_s` of whose TTFT were in the queue."""
         now_s = self._agenda.now_s
         self.plane.requests.finish(
             ticket,
@@ -122,7 +129,7 @@ class SimRouter:
             ttft_s=ttft_s,
         )
         if self.rival is not None:
-            took_s = now_s - ticket.booking.booked_s - ttft_s
+            took_s = now_s - ticket.booking.booked_s - (ttft_s - waited_s)
             tpot_s = took_s / max(output_tokens - 1, 1)
             decision = ticket.decision
             self.rival.ended(

@@ -59,7 +59,7 @@ class Column(msgspec.Struct, frozen=True):
     """
 
     name: str
-    value: Callable[[Metrics], float]
+    value: Callable[[Metrics], float | None]
     form: str
     better: int = -1
 
@@ -74,7 +74,24 @@ COLUMNS = (
     Column("balance", lambda row: row.balance, ".2f"),
     Column("busy", lambda row: row.busy, ".0%"),
     Column("req/s", lambda row: row.served_rps, ".2f", 1),
+    Column("wait, s", lambda row: row.wait_s and row.wait_s[0], ".3f"),
+    Column("wait p99", lambda row: row.wait_s and row.wait_s[3], ".2f"),
+    Column("shed", lambda row: row.shed_rate, ".1%"),
+    Column("in time", lambda row: row.in_time_rate, ".1%", 1),
+    Column("goodput/s", lambda row: row.goodput_rps, ".2f", 1),
 )
+
+
+def columns_of(case: Case) -> list[Column]:
+    """Return the columns that say something of a case: no waits where nobody queues."""
+    rows = [row for _, row in case.runs]
+    return [each for each in COLUMNS if any(each.value(row) is not None for row in rows)]
+
+
+def _range(column: Column, rows: Sequence[Metrics]) -> Range:
+    """Return a column's range over seeds; NaN where a row has no such number."""
+    values = [column.value(row) for row in rows]
+    return over_seeds([math.nan if value is None else value for value in values])
 
 
 def by_policy(rows: Iterable[Metrics]) -> dict[str, list[Metrics]]:
@@ -87,7 +104,7 @@ def by_policy(rows: Iterable[Metrics]) -> dict[str, list[Metrics]]:
 
 def cell(column: Column, rows: Sequence[Metrics]) -> tuple[str, str]:
     """Return a column's mean over seeds for one policy, and its spread; empty for one seed."""
-    found: Range = over_seeds([column.value(row) for row in rows])
+    found = _range(column, rows)
     if math.isnan(found.mean):
         return "–", ""  # no request had one, as no answer of a single token has a TPOT
     text = format(found.mean, column.form)
@@ -151,18 +168,17 @@ def write(cases: Sequence[Case], folder: Path, command: str) -> Path:
 def _table(case: Case) -> str:
     """Return the numbers of a case as a table; the best of each column stands out."""
     rows = by_policy(row for _, row in case.runs)
-    heads = "".join(f"<th>{html.escape(column.name)}</th>" for column in COLUMNS)
+    columns = columns_of(case)
+    heads = "".join(f"<th>{html.escape(column.name)}</th>" for column in columns)
     best = {}
-    for place, column in enumerate(COLUMNS):
-        means = {
-            name: over_seeds([column.value(r) for r in own]).mean for name, own in rows.items()
-        }
+    for place, column in enumerate(columns):
+        means = {name: _range(column, own).mean for name, own in rows.items()}
         best[place] = (max if column.better > 0 else min)(means, key=lambda name: means[name])
     lines = []
     for policy, own in rows.items():
         cells = "".join(
             f"<td{' class=best' if best[place] == policy else ''}>{_cell(column, own)}</td>"
-            for place, column in enumerate(COLUMNS)
+            for place, column in enumerate(columns)
         )
         lines.append(f"<tr><th>{html.escape(policy)}</th>{cells}</tr>")
     return f"<table><tr><th>policy</th>{heads}</tr>{''.join(lines)}</table>"
@@ -200,7 +216,9 @@ figcaption { color: var(--soft); font-size: .9rem; }
 </style></head><body>
 <h1>Replays</h1>
 <p>Made by <code>{command}</code>. TTFT: time to first token; TPOT: mean time a token after it;
-balance: the largest batch over the mean one, over time; busy: share of time in which engines step.
+balance: the largest batch over the mean one, over time; busy: share of time in which engines step;
+wait: time in routers' queues; shed: share refused; in time: share answered within its budget;
+goodput: such answers a second.
 With several seeds: mean ± the largest difference from it. Green: best mean of a column.</p>
 {body}
 </body></html>

@@ -21,15 +21,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any, Final, Protocol
 
 from controlplane.core.coalesce import CoalesceConfig, Coalescer, Follower, Leader
 from controlplane.core.decision import RouteRequest
-from controlplane.core.latency import Calibration, Circumstances, Estimator
+from controlplane.core.latency import Calibration, Estimator
+from controlplane.core.outlook import LOOK_S, Outlook
 from controlplane.core.queue import AdmissionQueue
 from controlplane.core.queue_lines import QueueConfig, Service, Waiting, group_of
-from controlplane.core.room import FleetLoad, Room
+from controlplane.core.room import Room
 from router import refusals
 from router.budgets import Budget
 from router.directory import ServedModel
@@ -40,16 +40,8 @@ from router.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.05
-"""How often predictions are made anew."""
 FOLLOW_LOOK_S: Final = 0.01
 """How often followers are looked after: an engine's block events come every few milliseconds."""
-PREDICTED_MAX: Final = 1000
-"""Requests predicted in one batch; with more than that they take turns."""
-MATCHED_MAX: Final = 64
-"""Prefix hits looked up in one look, at about 50 µs each; likewise."""
-RETRIES: Final = 2
-"""Further looks that a request gets whose deadline seems out of reach."""
 
 
 class Guest(Protocol):
@@ -133,12 +125,15 @@ class WaitingRoom:
         self._model = served.model
         self._metrics = metrics
         self._room = Room(served.plane.fleet, served.plane.ledger, served.plane.config.batch_cap)
+        self._outlook: Outlook | None = None
+        if self.queue is not None:
+            best_hit = served.plane.requests.best_hit
+            self._outlook = Outlook(self.queue, self._room, self.estimator, best_hit)
         self._places: dict[Guest, Waiting | Follower] = {}
         self._loop = asyncio.get_running_loop()
         self._looking: asyncio.TimerHandle | None = None
         self._freed = False
         self._predicted_s = float("-inf")
-        self._turn = self._matched = 0
 
     # --- coming
 
@@ -324,42 +319,13 @@ class WaitingRoom:
 
     def refresh(self, now_s: float) -> None:
         """Predict anew, and give up who is overdue or beyond hope."""
-        queue = self.queue
-        assert queue is not None
-        count = len(queue)
-        first = self._turn % count
-        self._turn = first + PREDICTED_MAX
-        chosen = list(islice(queue, first, first + PREDICTED_MAX))
-        hits = [each.hit_tokens for each in chosen]
-        for place in range(min(len(chosen), MATCHED_MAX)):
-            place = (self._matched + place) % len(chosen)
-            hits[place] = self._plane.requests.best_hit(chosen[place].payload.request)
-        self._matched += MATCHED_MAX
-        busy = self._room.load()
-        found = self.estimator.predict([self._circumstances(each, busy) for each in chosen])
-        queue.refresh(zip(chosen, found, hits, strict=True))
-        for waiting, service in zip(chosen, found, strict=True):
-            waiting.payload.service = service
-        for waiting in queue.expire(now_s):
+        outlook = self._outlook
+        assert outlook is not None
+        outlook.renew()
+        for waiting in outlook.overdue(now_s):
             self._turn_away(waiting, "overdue", now_s)
-        # The last of its looks is when it would have to start.
-        for waiting in queue.hopeless(now_s + RETRIES * LOOK_S, RETRIES):
+        for waiting in outlook.hopeless(now_s):
             self._degrade(waiting, now_s)
-
-    def _circumstances(self, waiting: Waiting, busy: FleetLoad) -> Circumstances:
-        request: RouteRequest = waiting.payload.request
-        recent = self.estimator.recent
-        return Circumstances(
-            request.prompt_tokens,
-            waiting.cost_tokens,
-            busy.batch_size,
-            busy.queued_tokens,
-            busy.kv_usage,
-            recent.ttft_s.mean,
-            recent.total_s.mean,
-            request.head or 0,
-            request.tenant,
-        )
 
     def _degrade(self, waiting: Waiting, now_s: float) -> None:
         """Let one that would be late become what its tenant allows, or refuse it."""

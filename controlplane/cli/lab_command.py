@@ -56,6 +56,9 @@ def replay(
     routers: options.Routers = 1,
     event_lag: options.EventLag = 0.005,
     batch_cap: options.BatchCap = 0,
+    queue: options.Queue = None,
+    queue_k: options.QueueK = 2,
+    budget_ttft_s: options.BudgetTtft = "",
     detector: options.Detector = False,
     promise: options.Promise = 5.0,
     speed: options.Speed = "",
@@ -97,6 +100,8 @@ def replay(
             routers=routers,
             event_lag_s=event_lag,
             batch_cap=batch_cap,
+            queue=options.queue_config(queue, queue_k, batch_cap),
+            budgets_ttft_s=options.budgets(budget_ttft_s),
             detector=detector,
             promise_s=promise,
         )
@@ -326,7 +331,7 @@ def _run(
 
 def _table(case: Case) -> Table:
     """Return a case as a table, a row a policy."""
-    from lab.report import COLUMNS, by_policy, cell
+    from lab.report import by_policy, cell, columns_of
 
     shown = Table(
         title=case.title,
@@ -337,9 +342,10 @@ def _table(case: Case) -> Table:
         padding=(0, 1, 0, 0),
     )
     shown.add_column("policy", no_wrap=True)
-    for column in COLUMNS:
+    columns = columns_of(case)
+    for column in columns:
         shown.add_column(column.name, justify="right")
     for policy, rows in by_policy(row for _, row in case.runs).items():
-        cells = ["\n".join(filter(None, cell(column, rows))) for column in COLUMNS]
+        cells = ["\n".join(filter(None, cell(column, rows))) for column in columns]
         shown.add_row(policy, *cells)
     return shown

@@ -11,6 +11,7 @@ import typer
 
 from controlplane.cli.errors import UsageError
 from controlplane.core.policies import POLICIES
+from controlplane.core.queue_lines import Order, QueueConfig
 from lab.profiles import DEFAULT_PROFILE, PROFILES
 
 if TYPE_CHECKING:
@@ -75,12 +76,28 @@ BatchCap = Annotated[
     int,
     typer.Option(min=0, help="Largest batch that routers accept; 0: none.", rich_help_panel=FLEET),
 ]
+Queue = Annotated[
+    Order | None,
+    typer.Option(
+        help="Let requests wait in this order while every instance is at its cap; needs "
+        "--batch-cap.",
+        rich_help_panel=FLEET,
+    ),
+]
+QueueK = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Of klpm: every k-th dispatch is the oldest's or most urgent's.",
+        rich_help_panel=FLEET,
+    ),
+]
 Detector = Annotated[bool, typer.Option(help="Run the hotspot detector.", rich_help_panel=FLEET)]
 Promise = Annotated[
     float,
     typer.Option(
         min=0.0,
-        help="Seconds that blocks count as cached before they are there.",
+        help="Seconds that blocks count as cached before they are there, as of a router; 0: not.",
         rich_help_panel=FLEET,
     ),
 ]
@@ -127,6 +144,16 @@ HotspotShare = Annotated[
         min=0.0,
         max=0.99,
         help="Share of the middle third's requests that share one more prefix.",
+        rich_help_panel=TRAFFIC,
+    ),
+]
+BudgetTtft = Annotated[
+    str,
+    typer.Option(
+        "--budget-ttft-s",
+        metavar="X[,X…]",
+        help="Seconds within which answers are to begin, each request's one of these by the seed; "
+        "0: whenever. What would be late is shed if there is a queue.",
         rich_help_panel=TRAFFIC,
     ),
 ]
@@ -198,6 +225,34 @@ def numbers(flag: str, text: str) -> list[float]:
     if not found or min(found) <= 0:
         raise UsageError(f"{flag} {text}: positive numbers, separated by commas")
     return found
+
+
+def budgets(text: str) -> tuple[float, ...]:
+    """Return the budgets that requests have.
+
+    Raises:
+        UsageError: they are no numbers, or negative.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= each < float("inf") for each in found):
+        raise UsageError(f"--budget-ttft-s {text}: numbers from 0 on, separated by commas")
+    return found
+
+
+def queue_config(order: Order | None, k: int, batch_cap: int) -> QueueConfig | None:
+    """Return how requests wait; None if they do not.
+
+    Raises:
+        UsageError: there is no cap to wait for.
+    """
+    if order is None:
+        return None
+    if not batch_cap:
+        raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
+    return QueueConfig(order, k)
 
 
 def loads(speed: str, qps: str) -> tuple[Load, ...]:
