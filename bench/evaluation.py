@@ -21,6 +21,7 @@ from rich.progress import Progress
 
 from bench import evaluation_render as render
 from bench.evaluation_cells import Cell, Evaluation, cell_of
+from controlplane.core.queue_lines import QueueConfig
 from lab.cache import default_cache
 from lab.replay_config import PolicySpec, ReplayConfig, parse_policy
 from lab.replay_metrics import Metrics, measure
@@ -94,6 +95,7 @@ VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
     ("4 routers, 2 s", {"routers": 4, "event_lag_s": 2.0}),
     ("blocks promised for 5 s", {"promise_s": 5.0}),
     ("batch cap 16", {"batch_cap": 16}),
+    ("batch cap 16 and queue", {"batch_cap": 16, "queue": QueueConfig()}),
 )
 """What is varied under multiplication: what routers know, and when."""
 
@@ -170,7 +172,7 @@ def evaluate(bench: Bench, scenario: Scenario) -> Evaluation:
 
 
 def variants(bench: Bench, scenario: Scenario) -> Evaluation:
-    """Return what several routers, late events, promises and caps change."""
+    """Return what several routers, late events, promises, caps and queues change."""
     found = []
     for name, changes in VARIANTS:
         (cell,) = bench.cells(scenario, 0.75, ["multiplicative"], SEEDS[:1], **changes)

@@ -141,6 +141,7 @@ def capacity(
     profile: options.Profile = "",
     kv_tokens: options.KvTokens = 0,
     routers: options.Routers = 1,
+    promise: options.Promise = 5.0,
     speed: options.Speed = "",
     qps: options.Qps = "",
     start: options.Start = 0.0,
@@ -160,14 +161,14 @@ def capacity(
     console = Console()
     with _explained():
         slo = _slo(ttft_p99, tpot_p99)
-        config = options.with_profile(ReplayConfig(kv_tokens=kv_tokens, routers=routers), profile)
+        config = ReplayConfig(kv_tokens=kv_tokens, routers=routers, promise_s=promise)
         specs, _ = parse_policies(policies)
         plan = Plan(
             options.sources(traces, start, duration, jitter, 0.0),
             specs,
             options.loads(speed, qps),
             (seed,),
-            config,
+            options.with_profile(config, profile),
         )
         shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in ("traffic", "policy", "instances", "TTFT p99", "TPOT p99", "hit rate", "tried"):

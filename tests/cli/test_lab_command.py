@@ -43,6 +43,10 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("replay sample --seeds a", "--seeds a: whole numbers"),
         ("replay sample --start 9999", "no request within the part"),
         ("replay sample --instances 0", "--instances"),
+        ("replay sample --queue edf", "--queue needs a --batch-cap"),
+        ("replay sample --queue lifo --batch-cap 4", "'lifo' is not one of 'fcfs'"),
+        ("replay sample --budget-ttft-s soon", "--budget-ttft-s soon: numbers from 0 on"),
+        ("replay sample --budget-ttft-s 1,-2", "--budget-ttft-s 1,-2: numbers from 0 on"),
         ("capacity sample", "--ttft-p99, --tpot-p99: ask for a TTFT, a TPOT or both"),
         ("generate novels --out x", "'novels' is not one of 'chatbot'"),
         ("calibrate http://127.0.0.1:9", "127.0.0.1:9"),
@@ -66,6 +70,22 @@ def test_a_file_that_is_no_trace_is_refused_by_line(
     file.write_text('{"timestamp": 0}\n')
     assert call(monkeypatch, "replay", str(file)) == 2
     assert f"{file}:1:" in capsys.readouterr().err
+
+
+def test_a_replay_with_a_queue_tells_of_waits_and_goodput(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The title says how requests wait; the row, how long, how many were shed, how many in time."""
+    asked = "replay agent --duration 4 --qps 8 --instances 2 --policies multiplicative --json"
+    queue = "--batch-cap 4 --queue edf+klpm --queue-k 3 --budget-ttft-s 0.5,5 --jobs 1"
+    assert call(monkeypatch, *asked.split(), *queue.split()) == 0
+    said = capsys.readouterr()
+    assert "at most 4 on each, queue edf+klpm" in said.err
+    assert "goodput/s" in said.err
+    (row,) = json.loads(said.out)
+    assert row["shed_rate"] > 0 < row["wait_s"][3]
+    assert 0 < row["in_time_rate"] <= 1 - row["shed_rate"]
+    assert row["goodput_rps"] > 0
 
 
 @pytest.mark.slow

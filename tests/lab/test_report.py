@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from controlplane.core.queue_lines import QueueConfig
 from lab import report, report_plots
 from lab.replay_config import ReplayConfig
 from lab.replay_metrics import Metrics, measure
 from lab.replay_plan import Load, Plan, parse_policies
 from lab.replay_runs import run_jobs
 from lab.replay_source import TraceSource
-from lab.report import COLUMNS, Case, by_policy, cell
+from lab.report import COLUMNS, Case, by_policy, cell, columns_of
 from tests.lab.replay_helpers import chats, run
 
 POLICIES = "multiplicative,round_robin"
@@ -134,5 +135,23 @@ def test_the_best_of_a_column_stands_out() -> None:
     text = report._table(Case("c", "t", ((result, row), (other, worse))))
     assert f">{row.ttft_s[0]:.3f}</td>" in text
     first, second = text.split("<tr>")[2:]
-    assert first.count("class=best") == len(COLUMNS)
+    columns = columns_of(Case("c", "t", ((result, row),)))
+    assert first.count("class=best") == len(columns) < len(COLUMNS)
     assert "class=best" not in second
+
+
+def test_waits_and_goodput_are_shown_where_there_are_any() -> None:
+    """A case with a queue and budgets has their columns; one without has none of them."""
+    plain = run(chats(duration_s=3.0), instances=2)
+    queue = QueueConfig("edf")
+    queued = run(
+        chats(duration_s=3.0), instances=2, batch_cap=4, queue=queue, budgets_ttft_s=(5.0,)
+    )
+    shown = [
+        [column.name for column in columns_of(Case("c", "t", ((result, measure(result)),)))]
+        for result in (plain, queued)
+    ]
+    more = ["wait, s", "wait p99", "shed", "in time", "goodput/s"]
+    assert shown[1] == [*shown[0], *more]
+    text = report._table(Case("c", "t", ((queued, measure(queued)),)))
+    assert "<th>goodput/s</th>" in text
