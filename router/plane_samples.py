@@ -69,6 +69,11 @@ def _whole_planes(directory: Directory) -> Iterator[Sample]:
     memory = Sample("index_memory_bytes", "Estimated memory of the index.", labels=_OF_MODEL)
     peers = Sample("peer_routers", "Other routers whose bookings count.", labels=_OF_MODEL)
     hotspots = Sample("hotspots", "Hotspot verdicts in force.", labels=_OF_MODEL)
+    doubled = Sample(
+        "instances_sharing_address",
+        "Instances at an address that another one has too: what its engine does counts twice.",
+        labels=_OF_MODEL,
+    )
     tickets = Sample("requests_running", "Requests on their way, of this router.", labels=_OF_MODEL)
     events = Sample("plane_events_total", "What happened in a plane.", labels=("model", "event"))
     for served in directory:
@@ -77,10 +82,11 @@ def _whole_planes(directory: Directory) -> Iterator[Sample]:
         memory.values[key] = plane.index.memory_bytes()
         peers.values[key] = plane.ledger.peers
         hotspots.values[key] = len(plane.verdicts.hotspots)
+        doubled.values[key] = plane.doubled()
         tickets.values[key] = len(plane.requests.tickets)
         for name, value in _counts(served):
             events.values[served.model, name] = value
-    yield from (blocks, memory, peers, hotspots, tickets, events)
+    yield from (blocks, memory, peers, hotspots, doubled, tickets, events)
 
 
 def _counts(served: ServedModel) -> Iterator[tuple[str, float]]:

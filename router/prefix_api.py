@@ -4,8 +4,9 @@
     GET    /v1/prefixes         the caller's, and GET /v1/prefixes/HANDLE one of them
     DELETE /v1/prefixes/HANDLE  releases one reference
 
-Handles are a router's own: a registration steers what this router keeps and has computed, and
-prompts that share it are found by their tokens at every router.
+A handle is a digest of the prefix, the same at every router and worker. Registrations are each
+process's own: they steer what it keeps and has computed, and prompts that share the prefix are
+found by their tokens everywhere.
 """
 
 from __future__ import annotations

@@ -252,7 +252,9 @@ def unknown_prefix(handle: str) -> Refusal:
     return Refusal(
         404,
         "unknown_prefix",
-        f"no prefix {handle[:64]!r} is registered here; handles are of the router that gave them",
+        f"no prefix {handle[:64]!r} is registered here, so there is nothing to release. A handle "
+        "is a digest of its prefix, the same everywhere, but each router and worker keeps "
+        "registrations of its own: register the prefix again to have it here",
         code="prefix_not_found",
     )
 

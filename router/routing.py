@@ -425,6 +425,7 @@ class Routing:
                 output_tokens=output_estimate if estimated else usage.output_tokens,
                 output_estimated=estimated,
                 ttft_s=self._ttft_s,
+                started_s=self.started_s,
             )
             self.router.events.told()
 

@@ -151,8 +151,10 @@ class WaitingRoom:
             request.hashes,
             request.prompt_tokens,
             request.block_size,
-            lambda: self._plane.requests.best_hit(request),
+            # What the leader promises is what there is to wait for.
+            lambda: self._plane.requests.best_hit(request, promises=False),
             now_s,
+            _owner(guest),
         )
         if follower is None:
             return False
@@ -176,7 +178,6 @@ class WaitingRoom:
 
     def _waiting(self, guest: Guest, now_s: float) -> Waiting:
         request, tenant, budget = guest.request, guest.tenant, guest.budget
-        owner = tenant.name if tenant.isolated else ""
         return Waiting(
             guest,
             now_s,
@@ -188,7 +189,9 @@ class WaitingRoom:
             tokens=request.prompt_tokens,
             hit_tokens=self._plane.requests.best_hit(request),
             size_bytes=len(guest.exchange.body),
-            group=group_of(request.hashes, request.prompt_tokens, request.block_size, owner),
+            group=group_of(
+                request.hashes, request.prompt_tokens, request.block_size, _owner(guest)
+            ),
         )
 
     def _keep(self, guest: Guest, place: Waiting | Follower, now_s: float) -> None:
@@ -264,7 +267,9 @@ class WaitingRoom:
         """Let a request that was just sent lead those that will share its prefix."""
         if self.coalescer is None:
             return None
-        leader, released = self.coalescer.lead(instance_id, guest.request.hashes, new_tokens, now_s)
+        leader, released = self.coalescer.lead(
+            instance_id, guest.request.hashes, new_tokens, now_s, _owner(guest)
+        )
         self._release(released, now_s)
         return leader
 
@@ -389,3 +394,8 @@ class WaitingRoom:
         if self.coalescer is not None:
             found |= {"leading": len(self.coalescer), "following": self.coalescer.following}
         return found
+
+
+def _owner(guest: Guest) -> str:
+    """Return whose requests alone this one may share work with; "" if everybody's."""
+    return guest.tenant.name if guest.tenant.isolated else ""

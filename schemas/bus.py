@@ -315,6 +315,9 @@ class Finished(Message, frozen=True, tag="finished"):
         cached_tokens: what the engine reported, None where it does not.
         output_tokens: likewise; for a stream that brought no usage, about as many as it had events.
         output_estimated: it is the latter.
+        ttft_s: from the request's arrival to its first byte.
+        duration_s: from the booking to its end.
+        before_s: from the request's arrival to the booking, failed attempts included.
     """
 
     request_id: str
@@ -331,6 +334,7 @@ class Finished(Message, frozen=True, tag="finished"):
     duration_s: Amount = 0.0
     tenant: str = ""
     output_estimated: bool = False
+    before_s: Amount = 0.0
 
 
 class RouterTotals(Message, frozen=True, tag="totals"):

@@ -86,6 +86,15 @@ class _SidecarCollector(Collector):
         for instance in list(self._service.instances):
             still.add_metric([instance.instance_id], instance.load.still_s(time.monotonic()))
         yield still
+        rival = GaugeMetricFamily(
+            f"{_PREFIX}_contested",
+            "1 while another sidecar speaks for it too.",
+            labels=["instance"],
+        )
+        contested = self._service.contested
+        for instance in list(self._service.instances):
+            rival.add_metric([instance.instance_id], float(instance.instance_id in contested))
+        yield rival
         state = GaugeMetricFamily(f"{_PREFIX}_state", "1 for the present state.", labels=["state"])
         for each in _STATES:
             state.add_metric([each], float(self._service.state == each))

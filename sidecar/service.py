@@ -330,6 +330,11 @@ class SidecarService:
                 self.counts["rivals"] += 1
                 logger.error("%s", complaint)
 
+    @property
+    def contested(self) -> frozenset[str]:
+        """The instances that another sidecar speaks for, too."""
+        return frozenset(self._rivals.known)
+
     # --- load
 
     async def _watch_load(self) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import msgspec
+import xxhash
 
 from controlplane.core.index import usable_blocks
 from controlplane.core.promises import Promises
@@ -109,9 +110,17 @@ class Coalescer:
         return len(self._leaders)
 
     def lead(
-        self, instance_id: str, hashes: Sequence[int], new_tokens: int, now_s: float
+        self,
+        instance_id: str,
+        hashes: Sequence[int],
+        new_tokens: int,
+        now_s: float,
+        owner: str = "",
     ) -> tuple[Leader | None, list[Follower]]:
         """Let a request lead that was sent to an instance, if it computes enough.
+
+        Args:
+            owner: the tenant, where it is kept apart: it leads nobody else's requests.
 
         Returns:
             The leader, and the followers of one that had to be forgotten for it.
@@ -122,7 +131,8 @@ class Coalescer:
         if len(self._leaders) >= self.config.leaders_max:
             released = self.end(next(iter(self._leaders.values())))
         self._numbers += 1
-        leader = Leader(self._numbers, instance_id, self._chains.add(self._numbers, hashes, now_s))
+        promise = self._chains.add(self._numbers, _of(owner, hashes), now_s)
+        leader = Leader(self._numbers, instance_id, promise)
         self._leaders[leader.number] = leader
         return leader, released
 
@@ -134,6 +144,7 @@ class Coalescer:
         block_size: int,
         cached: Callable[[], int],
         now_s: float,
+        owner: str = "",
     ) -> Follower | None:
         """Let a request wait for a leader that shares enough with it; None if there is none.
 
@@ -144,11 +155,12 @@ class Coalescer:
             block_size: tokens a block.
             cached: tells how many of its tokens some instance has; asked only if somebody leads.
             now_s: the present.
+            owner: the tenant, where it is kept apart: it follows nobody else's requests.
         """
         if not self._leaders or not hashes or self.following >= self.config.followers_max:
             return None
         usable = min(usable_blocks(prompt_tokens, block_size), len(hashes))
-        depths = self._chains.find(hashes, usable)
+        depths = self._chains.find(_of(owner, hashes), usable)
         if not depths:
             return None
         number = max(depths, key=lambda each: depths[each])
@@ -201,3 +213,11 @@ class Coalescer:
         assert self.following <= self.config.followers_max
         assert len(self._leaders) <= self.config.leaders_max
         assert len(self._chains) <= len(self._leaders)
+
+
+def _of(owner: str, hashes: Sequence[int]) -> Sequence[int]:
+    """Return an owner's own names of blocks; those without an owner share the plain ones."""
+    if not owner:
+        return hashes
+    mask = xxhash.xxh3_64_intdigest(owner.encode())
+    return [block ^ mask for block in hashes]

@@ -260,12 +260,17 @@ class Dispatcher:
         pinned[instance.row] = True
         return pinned
 
-    def best_hit(self, request: RouteRequest) -> int:
-        """Return the longest prefix of a prompt, in tokens, that any instance has or promises."""
+    def best_hit(self, request: RouteRequest, *, promises: bool = True) -> int:
+        """Return the longest prefix of a prompt, in tokens, that any instance has or promises.
+
+        Args:
+            promises: count what is promised, too.
+        """
         if not len(self._fleet):
             return 0
         _, hits = self._hits(request)
-        promised = None if self.promises is None else self._promised(request, hits)
+        counted = promises and self.promises is not None
+        promised = self._promised(request, hits) if counted else None
         known = added(hits, promised)
         return 0 if known is None else int(known.max())
 
@@ -434,6 +439,7 @@ class Dispatcher:
         output_tokens: int | None = None,
         output_estimated: bool = False,
         ttft_s: float | None = None,
+        started_s: float | None = None,
     ) -> bool:
         """End a ticket and tell the others; False if it had ended already.
 
@@ -442,6 +448,8 @@ class Dispatcher:
             status: HTTP status that the client got, or that the attempt ended with; 0 if none.
             cached_tokens: prompt tokens that the engine says it had cached.
             output_estimated: that `output_tokens` are counted by a stream's events.
+            ttft_s: from `started_s` on.
+            started_s: when the request came; with the booking, unless it is given.
         """
         booking, decision = ticket.booking, ticket.decision
         if not self._ledger.finish(booking):
@@ -470,6 +478,7 @@ class Dispatcher:
                 duration_s=now_s - booking.booked_s,
                 tenant=decision.request.tenant,
                 output_estimated=output_estimated,
+                before_s=0.0 if started_s is None else max(booking.booked_s - started_s, 0.0),
             )
         )
         return True

@@ -232,6 +232,13 @@ class Plane:
             effects.append(Alarm("two_names", instance_id, text))
         return effects
 
+    def doubled(self) -> int:
+        """Return how many instances, of those that speak, share their address with another one."""
+        heard = Counter(
+            _address(each.record) for each in self.fleet if each.trust is not Trust.STALE
+        )
+        return sum(count for count in heard.values() if count > 1)
+
     def _others_at(self, instance: Instance) -> list[Instance]:
         address = _address(instance.record)
         return [

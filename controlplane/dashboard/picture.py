@@ -253,7 +253,7 @@ class Picture:
                 cached_tokens=event.cached_tokens,
                 output_tokens=event.output_tokens,
                 ttft_s=event.ttft_s,
-                duration_s=event.duration_s,
+                duration_s=event.before_s + event.duration_s,
             )
             self.tenants.finished(event, now_s, ok=ok)
         self._say(end_data(event))

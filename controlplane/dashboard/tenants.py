@@ -46,7 +46,7 @@ class Tenants:
                 cached_tokens=event.cached_tokens,
                 output_tokens=event.output_tokens,
                 ttft_s=event.ttft_s,
-                duration_s=event.duration_s,
+                duration_s=event.before_s + event.duration_s,
             )
 
     def rows(self, now_s: float) -> list[dict[str, Any]]:

@@ -76,7 +76,11 @@ class Windows:
         ttft_s: float | None,
         duration_s: float,
     ) -> None:
-        """Count the end of a request."""
+        """Count the end of a request.
+
+        Args:
+            ttft_s: from the request's arrival; `duration_s` likewise.
+        """
         slot = self.now(now_s)
         slot.ended += 1
         slot.failed += not ok
@@ -87,7 +91,8 @@ class Windows:
         if ttft_s is None:
             return
         slot.sample("ttft_s", ttft_s, self._rng)
-        if output_tokens is not None and output_tokens > 1:
+        # A router that does not tell how long a request waited would make it negative.
+        if output_tokens is not None and output_tokens > 1 and duration_s >= ttft_s:
             slot.sample("tpot_s", (duration_s - ttft_s) / (output_tokens - 1), self._rng)
 
     def last(self, now_s: float, seconds: float) -> list[Slot]:

@@ -68,6 +68,26 @@ def test_other_salts_and_adapters_are_other_prefixes() -> None:
     assert follow(coalescer, hashes(8, 1000, Extras("lora"))) is not None
 
 
+def test_a_tenant_that_is_kept_apart_follows_itself_alone() -> None:
+    """The same blocks have other names for it, but what it waits for is the block itself."""
+    coalescer = Coalescer(CONFIG)
+    blocks, tokens = hashes(6, 1000), 8 * BLOCK
+
+    def follows(owner: str) -> Follower | None:
+        return coalescer.follow("x", blocks, tokens, BLOCK, lambda: 0, 0.0, owner)
+
+    leader, _ = coalescer.lead("i", blocks, 10_000, 0.0, "acme")
+    assert leader is not None
+    assert follows("") is follows("other") is None
+    follower = follows("acme")
+    assert follower is not None
+    assert follower.key in blocks
+    coalescer.end(leader)
+    lead(coalescer, blocks)
+    assert follows("acme") is None
+    assert follows("") is not None
+
+
 def test_a_short_computation_is_not_worth_following() -> None:
     """A request with few new tokens leads nobody."""
     coalescer = Coalescer(CONFIG)

@@ -65,6 +65,9 @@ def test_one_engine_with_two_names_is_an_alarm_once() -> None:
             url = "http://a:8000" if beat < 20 else f"http://{name}:8000"
             effects = made.handle(record(name, url=url, seq=beat), 2.0 * beat)
             alarms += [effect for effect in effects if isinstance(effect, Alarm)]
+        if beat == 19:
+            assert made.doubled() == 2
+    assert made.doubled() == 0
     assert [(alarm.kind, alarm.instance_id) for alarm in alarms] == [("two_names", "c")]
     assert "a has the same address, http://a:8000" in alarms[0].text
     made.handle(record("a", url="http://c:8000"), 61.0)

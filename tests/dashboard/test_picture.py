@@ -298,6 +298,20 @@ def test_ends_are_counted_with_their_times() -> None:
     assert (slot.ended, slot.failed, slot.output_tokens) == (3, 1, 12)
     assert (slot.prompt_tokens, slot.cached_tokens) == (200, 120)
     assert slot.tpot_s == [pytest.approx(0.05)]
+    windows.ended(1.0, ok=True, output_tokens=11, duration_s=0.09, **usual)
+    assert len(slot.tpot_s) == 1, "the end before the first byte: a router that told too little"
+
+
+def test_time_per_token_leaves_out_what_a_request_waited() -> None:
+    """The first byte counts from the arrival, the duration from the booking."""
+    tape, picture = Tape(), Picture("m")
+    ticket = tape.begin(1, 2)
+    booked_s = ticket.booking.booked_s
+    times = {"ttft_s": 3.2, "started_s": booked_s - 3.0, "output_tokens": 11}
+    tape.plane.requests.finish(ticket, "ok", 200, booked_s + 0.7, 0.0, **times)
+    tape.tell()
+    heard(tape, picture)
+    assert picture.windows.now(100.0).tpot_s == [pytest.approx(0.05)]
 
 
 @pytest.mark.parametrize(

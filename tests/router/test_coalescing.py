@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from controlplane.core.coalesce import CoalesceConfig
 from schemas.bus import Routed
 from tests.router.fake_engine import Behaviour, FakeEngine, Mode
-from tests.router.service_rig import MODEL, ServiceRig, until
+from tests.router.service_rig import MODEL, ServiceRig, chat, until
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +137,41 @@ async def test_other_salts_and_adapters_wait_for_nobody(fields: dict[str, Any]) 
         first.cancel()
         other.cancel()
         await done(first, other)
+
+
+async def test_an_isolated_tenant_shares_nothing_with_others(tmp_path: Path) -> None:
+    """The same prompt neither follows another tenant's nor is followed by it."""
+    (tmp_path / "keys").write_text("a-key acme\nb-key other\n")
+    (tmp_path / "tenants").write_text("[tenants.acme]\nisolated = true\n[tenants.other]\n")
+    files = {"keys_path": str(tmp_path / "keys"), "tenants_path": str(tmp_path / "tenants")}
+    async with ServiceRig({"coalesce": CoalesceConfig(64, 8.0), **files}) as plane:
+        engines = [await plane.instance(name, NEVER) for name in "ab"]
+        session = plane.http._session
+        assert session is not None
+
+        def send(key: str) -> asyncio.Task[Any]:
+            headers = {"Authorization": f"Bearer {key}"}
+            url = f"{plane.url}/v1/chat/completions"
+            return asyncio.create_task(_sent(session.post, url, headers))
+
+        tasks = [send("a-key")]
+        await until(lambda: sum(engine.requests for engine in engines) == 1)
+        tasks.append(send("b-key"))
+        await until(lambda: sum(engine.requests for engine in engines) == 2)
+        assert coalescer(plane).following == 0
+        for key, following in (("a-key", 1), ("b-key", 2)):
+            tasks.append(send(key))
+            await until(lambda count=following: coalescer(plane).following == count)
+        led = coalescer(plane)._leaders.values()
+        assert [len(each.followers) for each in led] == [1, 1]
+        for task in tasks:
+            task.cancel()
+        await done(*tasks)
+
+
+async def _sent(post: Any, url: str, headers: dict[str, str]) -> Any:
+    async with post(url, json=chat(BEGINNING + "same"), headers=headers) as answer:
+        return await answer.json()
 
 
 async def test_a_short_shared_beginning_is_not_waited_for() -> None:

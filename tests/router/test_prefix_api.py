@@ -48,9 +48,11 @@ async def test_a_prefix_is_registered_listed_and_released() -> None:
         }  # fmt: skip
         assert (await ask(rig, "DELETE", first["id"]))["deleted"]
         assert rig.process._cache.stats.handles == 0
-        with pytest.raises(HttpError, match="is registered here") as caught:
-            await ask(rig, "GET", first["id"])
-        assert caught.value.status == 404
+        for method in ("GET", "DELETE"):
+            with pytest.raises(HttpError, match="nothing to release") as caught:
+                await ask(rig, method, first["id"])
+            assert caught.value.status == 404
+        assert (await register(rig))["id"] == first["id"], "it is a digest of the prefix"
 
 
 async def test_a_registered_chat_is_the_beginning_of_those_that_go_on_from_it() -> None:

@@ -392,6 +392,7 @@ async def test_two_sidecars_with_one_id_say_so(
             assert service.counts["rivals"] == 0
             async with sidecar_of(second.url, other) as rival:
                 await eventually(lambda: service.counts["rivals"] and rival.counts["rivals"])
+                assert service.contested == rival.contested == {"i-1"}
         said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert any(f"at {second.url}, speaks for i-1 too" in line for line in said)
         assert any("--instance-id" in line for line in said)
