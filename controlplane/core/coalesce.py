@@ -18,12 +18,12 @@ Bounds: `leaders_max` leaders, beyond which the oldest is forgotten and its foll
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import msgspec
-import xxhash
 
 from controlplane.core.index import usable_blocks
 from controlplane.core.promises import Promises
@@ -219,5 +219,5 @@ def _of(owner: str, hashes: Sequence[int]) -> Sequence[int]:
     """Return an owner's own names of blocks; those without an owner share the plain ones."""
     if not owner:
         return hashes
-    mask = xxhash.xxh3_64_intdigest(owner.encode())
+    mask = int.from_bytes(hashlib.blake2b(owner.encode(), digest_size=8).digest(), "big")
     return [block ^ mask for block in hashes]
