@@ -31,7 +31,7 @@ def line_of(count: int, output_tokens: int = 20, every_s: float = 0.01) -> Trace
 
 
 def overloaded(seed: int, queue: QueueConfig | None) -> Metrics:
-    """More than two instances can serve, half of it due soon and half of it late."""
+    """More than two instances can serve, half of it due soon and half of it later."""
     trace = generate("api", seed=seed, duration_s=10.0, requests_per_s=36.0)
     result = run(
         trace,
