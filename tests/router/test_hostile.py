@@ -253,6 +253,35 @@ async def test_two_thousand_idle_connections_cost_little() -> None:
         await until(lambda: rig.server.connections_open == 0)
 
 
+@pytest.mark.slow
+@on_uvloop
+async def test_clients_that_never_read_cost_a_little_memory_and_nobody_else_time() -> None:
+    """Back-pressure stops each one's engine connection; when they are cut off nothing is left."""
+    streams = 24
+    endless = Behaviour(mode=Mode.STREAM, chunks=100_000, chunk_bytes=50_000)
+    limits = ServerLimits(write_stall_s=3.0, tick_s=0.02)
+    async with Rig(endless, server=limits) as rig:
+        before = psutil.Process().memory_info().rss
+        for _ in range(streams):
+            lazy = await rig.connect(limit=1024)
+            lazy.writer.transport.pause_reading()
+            lazy.send(request("/v1"))
+        await until(lambda: sum(call.paused for call in rig.pool._calls) == streams)
+        for connection in rig.server._connections:
+            assert connection._transport.get_write_buffer_size() < 400_000
+        # Clients, router and engine live in this process.
+        assert (psutil.Process().memory_info().rss - before) / streams < 2 * MIB
+        slowest_s = 0.0
+        for _ in range(20):
+            start_s = time.monotonic()
+            assert parse_answers(await rig.talk(PROBE))[0].status == 200
+            slowest_s = max(slowest_s, time.monotonic() - start_s)
+        assert slowest_s < 0.5
+        await until(lambda: rig.server.stats.write_stalls == streams)
+        await until(lambda: rig.engines[0].aborted == streams)
+        await until(lambda: rig.server.connections_open == rig.pool.calls_open == 0)
+
+
 class _Idle(asyncio.Protocol):
     """A client that asks once, and then does nothing."""
 
