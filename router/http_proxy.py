@@ -16,8 +16,8 @@ made good elsewhere. From the first byte on, bytes pass through as they come.
 
 `next_upstream` is asked with the number of attempts that may have reached an engine: 1 and 2 for a
 retry, 3 for the fallback, the last instance that will be tried. An attempt of which nothing was
-sent (POOL_FULL, CONNECT_FAILED) is not among them: for up to `CONNECTING_S_MAX` in all, further
-instances are tried as long as `next_upstream` has any.
+sent (POOL_FULL, CONNECT_FAILED) is not among them: for up to `CONNECTING_S_MAX` from the first one,
+further instances are tried as long as `next_upstream` has any.
 
 `Observer` hears of each attempt's end, of the first byte, and, exactly once whatever happens, of
 the request's end, in that order and always last.
@@ -209,7 +209,6 @@ class _Forward:
 
     __slots__ = (
         "_attempt",
-        "_begun_s",
         "_body",
         "_call",
         "_counted_bytes",
@@ -223,6 +222,7 @@ class _Forward:
         "_last",
         "_next_upstream",
         "_observer",
+        "_refused_s",
         "_response",
         "_response_lines",
         "_room_bytes",
@@ -256,7 +256,7 @@ class _Forward:
         self._first_byte_s = first_byte_s
         self._call: UpstreamCall | None = None
         self._attempt = 0  # how many may have reached an engine
-        self._begun_s = forwarder.clock()
+        self._refused_s: float | None = None
         self._response: ResponseHead | None = None
         self._started = False
         self._framed = True
@@ -352,7 +352,10 @@ class _Forward:
         """Go on to another instance if there is one to be tried; say whether there is."""
         if reason not in _UNSENT:
             self._attempt += 1
-        elif self._forwarder.clock() - self._begun_s > CONNECTING_S_MAX:
+        elif self._refused_s is None:
+            # What came before was an engine's silence, not ours to find one.
+            self._refused_s = self._forwarder.clock()
+        elif self._forwarder.clock() - self._refused_s > CONNECTING_S_MAX:
             return False
         if self._attempt > self._forwarder.retries_max + 1:
             return False
