@@ -36,7 +36,7 @@ from lab.server_dialogues import MessagesReply, ResponsesReply, messages_error
 from lab.server_engine import Generation, Job, LiveEngine
 from lab.server_faults import Fault, Faults
 from lab.server_metrics import CONTENT_TYPE, ServerMetrics
-from lab.server_model import ServedModel
+from lab.server_model import ModelError, ServedModel
 from lab.server_options import ServerOptions, parse
 from lab.server_reply import Reply, error_body
 from schemas.vllm_events import Event, encode_batch
@@ -424,6 +424,9 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         uvloop.run(serve(options))
+    except ModelError as error:
+        sys.stderr.write(f"lab.server: --model-dir {error}\n")
+        return 2
     except (ValueError, OSError) as error:
         sys.stderr.write(f"lab.server: {error}\n")
         return 1

@@ -275,7 +275,7 @@ def read_trace(path: Path) -> Trace:
         with path.open(encoding="utf-8") as file:
             first = file.readline()
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+        raise TraceError(f"{path}: cannot be read: {_reason(error)}") from error
     if "ContextTokens" in first:
         return read_azure(path)
     if not first.lstrip().startswith("{"):
@@ -306,7 +306,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         with path.open(encoding="utf-8") as file:
             yield from enumerate(file, 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+        raise TraceError(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text in UTF-8"
+    return error.strerror or str(error)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -20,6 +20,20 @@ TENANT_HEADER: Final = b"x-multiplane-tenant"
 KEY_HEADERS: Final = frozenset({b"authorization", b"x-api-key"})
 
 
+class FileError(ConfigError):
+    """A file of keys or tenants that cannot be read or used.
+
+    Attributes:
+        path: of the file.
+        problem: what is wrong with it, or where in it.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+        self.problem = problem
+
+
 class Access:
     """The callers of one router process.
 
@@ -67,8 +81,7 @@ class Access:
         """Read both files; what is in use stays in use.
 
         Raises:
-            ConfigError: names the file and what is wrong in it; nothing has changed.
-            OSError: a file cannot be read.
+            FileError: a file cannot be read or used; nothing has changed.
         """
         tenants, keys = {DEFAULT: ANYBODY}, None
         try:
@@ -80,7 +93,9 @@ class Access:
                 keys = parse_keys(_text(path))
                 tenants |= self._implied(keys, tenants)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise FileError(path, str(error)) from error
+        except OSError as error:
+            raise FileError(path, error.strerror or str(error)) from error
         self._keys = keys
         self._configure(tenants, now_s)
 

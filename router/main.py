@@ -60,7 +60,7 @@ class RouterProcess:
 
         Raises:
             ValueError: a configuration file cannot be used.
-            OSError: a configuration file cannot be read, or the access log not written.
+            OSError: a key or certificate cannot be read, or the access log not written.
         """
         self.config = config
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"

@@ -99,7 +99,7 @@ def build_card(
     special = {key: text for key in _SPECIAL if (text := _token_text(names.get(key))) is not None}
     return ModelCard(
         model=model,
-        tokenizer=_tokenizer(folder),
+        tokenizer=read_tokenizer(folder),
         chat_template=_template(folder, config, told.chat_template),
         special_tokens=special,
         adds_special_tokens=config.get("add_bos_token") is not False
@@ -119,7 +119,12 @@ def digest_of(card: ModelCard) -> tuple[str, bytes]:
     return hashlib.sha256(data).hexdigest(), data
 
 
-def _tokenizer(folder: Path) -> bytes:
+def read_tokenizer(folder: Path) -> bytes:
+    """Return a model's tokenizer, as its file has it.
+
+    Raises:
+        CardError: there is none, or it is not JSON.
+    """
     path = folder / TOKENIZER
     data = _bytes(path)
     if data is None:

@@ -20,6 +20,7 @@ from controlplane.audit.trace import TraceLine, TraceWriter
 from controlplane.bus.protocol import Record
 from controlplane.cli.audit_source import From, Model, Since, run, source
 from controlplane.cli.errors import UsageError
+from controlplane.cli.files import check_writable, check_writable_folder
 from controlplane.cli.options import BusPlace, with_bus
 
 KINDS = ("kv", "load", "route", "hotspot", "policy")
@@ -48,6 +49,7 @@ def record(
     unknown = [kind for kind in wanted if kind not in KINDS]
     if unknown or not wanted:
         raise UsageError(f"--kinds {kinds}: choose of {', '.join(KINDS)}")
+    check_writable("OUT", out)
 
     async def work() -> int:
         from controlplane.audit.record import record as record_bus
@@ -125,8 +127,10 @@ def export(
     """
     where = source(bus, file=file, model=model, since=since)
     if form == "parquet":
+        check_writable_folder("OUT", out)
         sink: _Parquet | _Trace = _Parquet(out, with_candidates=candidates)
     else:
+        check_writable("OUT", out)
         sink = _Trace(out)
 
     async def work() -> int:

@@ -14,7 +14,8 @@ from rich.markup import escape
 from controlplane.bus import connect
 from controlplane.bus.protocol import BusError
 from controlplane.cli.completion import complete_model
-from controlplane.cli.options import CONNECT_S, BusPlace, Json, read_secret, require_url, with_bus
+from controlplane.cli.files import read_key
+from controlplane.cli.options import CONNECT_S, BusPlace, Json, require_url, with_bus
 from controlplane.cli.tables import printable
 from controlplane.doctor import doctor as examine
 from controlplane.doctor_canary import Finding
@@ -53,7 +54,7 @@ def doctor(
     if admin:
         admin = admin if "://" in admin else f"http://{admin}"
         require_url("--admin", admin)
-    key = read_secret("--engine-key-file", engine_key_file)
+    key = read_key("--engine-key-file", engine_key_file) or None
     findings = asyncio.run(_examine(bus, admin, model, key, quiet=json))
     well = all(finding.ok for finding in findings)
     if json:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from controlplane.cli import lab_options as options
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import read_secret
+from controlplane.cli.files import check_writable, check_writable_folder, read_key
 
 if TYPE_CHECKING:
     from lab.cache import Cache
@@ -91,6 +91,7 @@ def replay(
     console = Console(stderr=json)
     with _explained():
         if out is not None:
+            check_writable_folder("--out", out)
             report.check_installed()
         specs, best_linear = parse_policies(policies)
         config = ReplayConfig(
@@ -243,7 +244,8 @@ def calibrate(
 
     from lab.calibrate import CalibrationError, Experiment, calibrate
 
-    key = read_secret("--api-key-file", api_key_file) or ""
+    key = read_key("--api-key-file", api_key_file)
+    check_writable("--out", out)
     lengths = tuple(n for n in Experiment().prompt_tokens if n <= budget)
     console = Console()
     try:
@@ -278,6 +280,7 @@ def generate(
     from lab.replay_source import TraceSource
     from lab.trace_files import write_bailian
 
+    check_writable("--out", out)
     with _explained():
         source = TraceSource(kind, duration_s=duration, qps=qps, hotspot_share=hotspot, seed=seed)
         trace = source.load()

@@ -16,6 +16,7 @@ import typer
 from controlplane.bus import Bus, NatsOptions, connect
 from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
+from controlplane.cli.files import check_certificates, read_password
 from controlplane.core.policies import POLICIES
 from controlplane.ports import PortTakenError, check_free
 
@@ -69,29 +70,14 @@ else:
     PolicyName = Literal[tuple(POLICIES)]
 
 
-def read_secret(flag: str, path: Path | None) -> str | None:
-    """Return what a file holds that a flag names; None without one.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{flag} {path}: it is no text") from error
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}") from error
-
-
 def nats_options(user: str | None, password_file: Path | None, ca: Path | None) -> NatsOptions:
     """Return connection options.
 
     Raises:
-        UsageError: the password file cannot be read.
+        UsageError: a file cannot be used.
     """
-    password = read_secret("--nats-password-file", password_file)
+    password = read_password("--nats-password-file", password_file)
+    check_certificates("--nats-ca", ca)
     return NatsOptions(user=user, password=password, tls_ca=None if ca is None else str(ca))
 
 

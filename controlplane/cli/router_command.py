@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from controlplane.cli.errors import UsageError
+from controlplane.cli.files import check_identity, check_writable, read_key
 from controlplane.cli.options import (
     PORT_MAX,
     BusPlace,
     LogLevel,
     PolicyName,
-    read_secret,
     require_port,
     set_up_logs,
     with_bus,
@@ -325,13 +325,7 @@ def _check_files(config: RouterConfig) -> None:
 
     Raises:
         UsageError: a file cannot be used; says which and why.
-        OSError: a file cannot be read.
     """
-    import ssl
-
-    from router.access import Access
-    from router.tenants import ConfigError
-
     if config.otlp_endpoint:
         try:
             import router.tracing  # noqa: F401
@@ -341,24 +335,27 @@ def _check_files(config: RouterConfig) -> None:
             ) from error
     if config.tls_key_path and not config.tls_cert_path:
         raise UsageError("--tls-key needs --tls-cert")
+    if config.tls_cert_path:
+        key = config.tls_key_path
+        check_identity(Path(config.tls_cert_path), Path(key) if key else None)
+    _check_callers(config)
+    if config.engine_key_path:
+        read_key("--engine-key-file", Path(config.engine_key_path))
+    if config.access_log not in ("", "-"):
+        check_writable("--access-log", Path(config.access_log))
+
+
+def _check_callers(config: RouterConfig) -> None:
+    """See that the files of keys and tenants can be used. Raises UsageError."""
+    from router.access import Access, FileError
+
     try:
         Access(config.keys_path, config.tenants_path).load(0.0)
-        if config.tls_cert_path:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(config.tls_cert_path, config.tls_key_path or None)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
-    except ssl.SSLError as error:
-        raise UsageError(f"--tls-cert {config.tls_cert_path}: {error}") from error
-    if config.engine_key_path:
-        _check_key(config.engine_key_path)
-
-
-def _check_key(path: str) -> None:
-    """See that a file holds something that can be sent as a key. Raises UsageError."""
-    key = read_secret("--engine-key-file", Path(path)) or ""
-    if not (key and key.isascii() and key.isprintable()) or " " in key:
-        raise UsageError(f"--engine-key-file {path}: this is no key: one line of ASCII, no spaces")
+    except FileError as error:
+        flag, wanted = "--api-keys", "a file of API keys, `KEY TENANT` a line"
+        if error.path != config.keys_path:
+            flag, wanted = "--tenants", "a TOML file of tables [tenants.NAME]"
+        raise UsageError(f"{flag} {error}; give {wanted}") from error
 
 
 def _check_shared(config: RouterConfig) -> None:

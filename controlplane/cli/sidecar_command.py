@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.errors import UsageError
+from controlplane.cli.files import check_folder, named, read_key
 from controlplane.cli.options import (
     PORT_MAX,
     BusPlace,
     LogLevel,
-    read_secret,
     require_port,
     require_url,
     set_up_logs,
@@ -124,6 +124,7 @@ def sidecar(
     for flag, url in (("--engine", engine), ("--advertise-url", advertise_url)):
         if url:
             require_url(flag, url)
+    _check_model_files(model_path, chat_template)
     settings: dict[str, Any] = {
         "bus_url": bus.url,
         "bus_options": bus.options,
@@ -132,7 +133,7 @@ def sidecar(
         "model_path": "" if model_path is None else str(model_path),
         "chat_template": "" if chat_template is None else str(chat_template),
         "template_kwargs": _object(chat_template_kwargs),
-        "api_key": read_secret("--api-key-file", api_key_file) or "",
+        "api_key": read_key("--api-key-file", api_key_file),
         "kv_endpoint": kv_endpoint,
         "kv_replay_endpoint": kv_replay_endpoint,
         "kv_topic": kv_topic,
@@ -145,6 +146,22 @@ def sidecar(
     if not engine and not command:
         raise UsageError("give --engine URL of a running engine, or `-- vllm serve MODEL …`")
     raise typer.Exit(_run(engine.rstrip("/"), command, settings))
+
+
+def _check_model_files(model_path: Path | None, chat_template: Path | None) -> None:
+    """See that the files of the model that flags name can be used. Raises UsageError."""
+    from sidecar.model_card import CardError, read_tokenizer
+
+    if model_path is not None:
+        wanted = "the folder of the model's tokenizer.json"
+        check_folder("--model-path", model_path.expanduser(), wanted)
+        try:
+            read_tokenizer(model_path.expanduser())
+        except CardError as error:
+            raise UsageError(f"--model-path {model_path}: {error}") from error
+    if chat_template is not None:
+        with named("--chat-template", chat_template, "a file that holds a Jinja template"):
+            chat_template.expanduser().read_text(encoding="utf-8")
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
+from controlplane.cli.files import check_writable
 from controlplane.cli.options import PORT_MAX, PolicyName
 from controlplane.ports import PortTakenError, free_or_any
 from lab.profiles import DEFAULT_PROFILE, PROFILES
@@ -226,8 +227,7 @@ def _check_report(report: Path, trace: str | None) -> None:
         raise UsageError("--report needs --trace: without one there is no table")
     if report.suffix not in (".json", ".md"):
         raise UsageError(f"--report {report}: give a name that ends in .md or .json")
-    if not report.parent.is_dir():
-        raise UsageError(f"--report {report}: there is no folder {report.parent}")
+    check_writable("--report", report)
 
 
 def _planned(name: str, speed: float, duration_s: float) -> tuple[Planned, ...]:
@@ -242,7 +242,7 @@ def _planned(name: str, speed: float, duration_s: float) -> tuple[Planned, ...]:
     try:
         trace = sample_trace() if name == "sample" else read_trace(Path(name))
     except (TraceError, OSError) as error:
-        raise UsageError(f"--trace {name}: {error}") from error
+        raise UsageError(f"--trace {error}; give a trace file, or `sample`") from error
     trace = trace.cut(0.0, duration_s).faster(speed)
     if not trace.requests:
         raise UsageError(f"--trace {name}: no request within --duration {duration_s:g} s")
