@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_LISTENS: Final = "0A"  # the state in /proc/net/tcp
 
 
 class PortTakenError(RuntimeError):
@@ -34,7 +40,9 @@ def check_free(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen()
     except OSError as error:
-        reason = "somebody else serves there" if error.errno == errno.EADDRINUSE else error.strerror
+        reason = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            reason = f"somebody else serves there{_shown(listener(port))}"
         raise PortTakenError(f"{host}:{port}: {reason}") from error
 
 
@@ -45,3 +53,36 @@ def free_or_any(host: str, port: int) -> int:
     except PortTakenError:
         return 0
     return port
+
+
+def listener(port: int) -> tuple[str, int] | None:
+    """Return (name, process id) of somebody who listens on a TCP port, as far as we may know.
+
+    Source: proc(5), `/proc/net/tcp` and `/proc/PID/fd`.
+    """
+    links = {f"socket:[{inode}]" for inode in _listening(port)}
+    if not links:
+        return None
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(each) in links for each in (folder / "fd").iterdir()):
+                return (folder / "comm").read_text().strip(), int(folder.name)
+        except OSError:
+            continue  # it has ended, or is not ours to look at
+    return None
+
+
+def _listening(port: int) -> Iterator[str]:
+    """Yield the inodes of the sockets that listen on a port."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue  # only Linux has them
+        for _, local, _, state, _, _, _, _, _, inode, *_ in map(str.split, lines):
+            if state == _LISTENS and local.endswith(f":{port:04X}"):
+                yield inode
+
+
+def _shown(owner: tuple[str, int] | None) -> str:
+    return "" if owner is None else ", {} (process {})".format(*owner)

@@ -73,6 +73,15 @@ class Layout(msgspec.Struct, frozen=True):
             *(spec.name for spec in self.stores),
         }
 
+    @property
+    def nbytes_max(self) -> int:
+        """The sum of all bounds: what a server must be allowed to keep."""
+        return (
+            sum(spec.bytes_max for spec in self.streams)
+            + sum(spec.bytes_max for spec in self.buckets)
+            + sum(spec.bytes_max for spec in self.stores)
+        )
+
 
 _STREAM_BOUNDS: dict[str, tuple[float, int]] = {
     "MP_KV": (DAY_S, 2048 * MIB),

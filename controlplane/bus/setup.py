@@ -28,7 +28,7 @@ _NS = 1_000_000_000
 _SMALL = 0.1  # of the usual bounds, for a disk that has no room for them
 _NOT_FOUND = 404
 _OTHER_CONFIG = 10058  # somebody else created it meanwhile, otherwise than we would have
-_NO_ROOM = (10023, 10047)  # of the server, of its disk or memory
+_NO_ROOM = (10002, 10023, 10028, 10047)  # of the account, the server, its memory, its disk
 _DUPLICATE_WINDOW_S = 120.0
 _MARKER_TTL_S = (
     60.0  # how long the note that an entry expired stays, for watchers cut off just then
@@ -234,9 +234,14 @@ async def _ensure_one(
         if missing_only and error.err_code == _OTHER_CONFIG:
             return Change(kind, name, "unchanged")
         problem = f"{kind} {name}: {error} (code {error.err_code})"
-        if error.err_code in _NO_ROOM:
-            raise NoRoomError(f"{problem}; `multiplane bus init --size 0.1` needs less") from error
+        if is_no_room(error):
+            raise NoRoomError(problem) from error
         raise BusError(problem) from error
+
+
+def is_no_room(error: JetStreamError) -> bool:
+    """Whether a server refused a bound because it may not use as much disk or memory."""
+    return error.err_code in _NO_ROOM
 
 
 async def _holding(bus: NatsBus, kind: Kind, name: str, info: Json) -> Holding:

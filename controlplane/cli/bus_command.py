@@ -13,7 +13,9 @@ import typer
 from controlplane import runtime
 from controlplane.bus import NatsBus, connect
 from controlplane.bus.layout import Layout, layout
-from controlplane.bus.setup import Change, Holding, describe, ensure, keep
+from controlplane.bus.protocol import BusError
+from controlplane.bus.room import fitting_size
+from controlplane.bus.setup import Change, Holding, NoRoomError, describe, ensure, keep
 from controlplane.cli.errors import UsageError
 from controlplane.cli.options import BusPlace, Json, with_bus
 from controlplane.cli.tables import show
@@ -30,7 +32,11 @@ def init(
     ] = "file",
     size: Annotated[
         float,
-        typer.Option(max=1000.0, help="Factor on every bound in bytes; 0.1 for a small disk."),
+        typer.Option(
+            max=1000.0,
+            help="Factor on every bound in bytes, 6.2 GB in all; where that does not fit, the error "
+            "says what does.",
+        ),
     ] = 1.0,
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and create anew what the server has lost.")
@@ -49,12 +55,28 @@ def init(
 
     async def work() -> None:
         async with _opened(bus) as nats:
-            for change in await ensure(nats, plan):
+            try:
+                changes = await ensure(nats, plan)
+            except NoRoomError as error:
+                raise NoRoomError(f"{error}; {await _smaller(nats, plan)}") from error
+            for change in changes:
                 _say(change)
 
     if watch:
         raise typer.Exit(runtime.run(lambda stop: _watch(bus, plan, stop)))
     asyncio.run(work())
+
+
+async def _smaller(bus: NatsBus, plan: Layout) -> str:
+    """Return what to do about a server without the room for a plan."""
+    try:
+        size = await fitting_size(bus, plan)
+    except BusError:
+        return "give a smaller --size, or let the server store more"
+    gigabytes = layout().nbytes_max / 1e9
+    if size is None:
+        return f"the server has next to none: all of it takes {gigabytes:.1f} GB × --size"
+    return f"--size {size:g} fits, of {gigabytes:.1f} GB; or let the server store more"
 
 
 def _say(change: Change) -> None:

@@ -81,8 +81,11 @@ def nats_options(user: str | None, password_file: Path | None, ca: Path | None) 
     return NatsOptions(user=user, password=password, tls_ca=None if ca is None else str(ca))
 
 
-def require_port(flag: str, host: str, port: int) -> None:
+def require_port(flag: str, host: str, port: int, hint: str = "") -> None:
     """See that a port can be had before anything starts.
+
+    Args:
+        hint: what else to say if it cannot.
 
     Raises:
         UsageError: it cannot; names the flag.
@@ -90,7 +93,7 @@ def require_port(flag: str, host: str, port: int) -> None:
     try:
         check_free(host, port)
     except PortTakenError as error:
-        raise UsageError(f"{flag} {port}: {error}") from error
+        raise UsageError(f"{flag} {port}: {error}{hint}") from error
 
 
 def require_url(flag: str, url: str) -> None:

@@ -163,14 +163,15 @@ def router(
         str, typer.Option(help="Address for metrics and debugging.", rich_help_panel=PROCESS)
     ] = "127.0.0.1",
     admin_port: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
             max=PORT_MAX,
-            help="Port for metrics and debugging, of all workers together; 0 takes a free one.",
+            help="Port for metrics and debugging, of all workers together; by default the one "
+            "after --port, 0 takes a free one.",
             rich_help_panel=PROCESS,
         ),
-    ] = 8001,
+    ] = None,
     router_id: Annotated[
         str, typer.Option(help="Name on the bus; made up by default.", rich_help_panel=PROCESS)
     ] = "",
@@ -275,7 +276,7 @@ def router(
         host=host,
         port=port,
         admin_host=admin_host,
-        admin_port=admin_port,
+        admin_port=_admin_port(port) if admin_port is None else admin_port,
         router_id=router_id,
         reuse_port=reuse_port,
         plane=plane,
@@ -301,6 +302,11 @@ def router(
     if workers > 1:
         raise typer.Exit(_run_workers(config, workers, log_level))
     raise typer.Exit(_run_one(config))
+
+
+def _admin_port(port: int) -> int:
+    """Return the operators' port that goes with a port for clients, so that two routers differ."""
+    return port + 1 if 0 < port < PORT_MAX else 0
 
 
 def _parameters(options: list[str]) -> dict[str, float]:
@@ -368,7 +374,8 @@ def _check_ports(config: RouterConfig) -> None:
     """See that the ports can be had, so that a mistake is told by its flag. Raises UsageError."""
     if not config.reuse_port:
         require_port("--port", config.host, config.port)
-    require_port("--admin-port", config.admin_host, config.admin_port)
+    hint = "; give another --admin-port: 0 takes a free one, the default is the one after --port"
+    require_port("--admin-port", config.admin_host, config.admin_port, hint)
 
 
 def _say(line: dict[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import typer
 
 from controlplane.cli.app import app
+from controlplane.ports import free_port
 from lab.generators import KINDS
 from tests.cli.commands import call
 
@@ -176,3 +178,30 @@ def test_ctrl_c_before_anything_runs_ends_without_a_word() -> None:
     """While modules are imported there is nothing to clean up, and nothing to say."""
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_the_operators_port_goes_with_the_clients(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each router of a machine has its own; a taken one is told with who has it and what to do."""
+    with socket.socket() as other:
+        port = _port_before(other)
+        other.listen()
+        command = f"router --host 127.0.0.1 --port {port} --nats nats://127.0.0.1:1"
+        assert call(monkeypatch, *command.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"multiplane: --admin-port {port + 1}: 127.0.0.1:{port + 1}: somebody")
+    assert f"(process {os.getpid()})" in said
+    assert "give another --admin-port: 0 takes a free one" in said
+
+
+def _port_before(other: socket.socket) -> int:
+    """Bind a socket to a port whose predecessor is free, and return that one."""
+    for _ in range(100):
+        port = free_port("127.0.0.1")
+        try:
+            other.bind(("127.0.0.1", port + 1))
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no two neighbouring ports are free")
