@@ -34,7 +34,7 @@ def init(
         float,
         typer.Option(
             max=1000.0,
-            help="Factor on every bound in bytes, 6.2 GB in all; where that does not fit, the error "
+            help="Factor on every bound in bytes, 6.2 GB in all. Where it does not fit, the error "
             "says what does.",
         ),
     ] = 1.0,
