@@ -24,7 +24,9 @@ from schemas.records import InstanceRecord as InstanceRecord
 from schemas.records import LatencyModel as LatencyModel
 from schemas.records import LeaderLease as LeaderLease
 from schemas.records import ModelCard as ModelCard
+from schemas.records import RegisteredPrefix as RegisteredPrefix
 from schemas.records import RouterLease as RouterLease
+from schemas.records import TenantPrefixes as TenantPrefixes
 from schemas.records import TokenProbe as TokenProbe
 from schemas.records import TreeSet as TreeSet
 
@@ -447,5 +449,6 @@ decode_policy: Callable[[Bytes], PolicyOverride | Drain | Blacklist] = decoder(
 decode_instance: Callable[[Bytes], InstanceRecord] = decoder(InstanceRecord)
 decode_router: Callable[[Bytes], RouterLease] = decoder(RouterLease)
 decode_leader: Callable[[Bytes], LeaderLease] = decoder(LeaderLease)
+decode_prefixes: Callable[[Bytes], TenantPrefixes] = decoder(TenantPrefixes)
 decode_card: Callable[[Bytes], ModelCard] = decoder(ModelCard)
 decode_latency_model: Callable[[Bytes], LatencyModel] = decoder(LatencyModel)

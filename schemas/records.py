@@ -74,6 +74,55 @@ class LeaderLease(Message, frozen=True, tag="leader"):
     ttl_s: Amount
 
 
+class RegisteredPrefix(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt's beginning that a caller has registered; nothing of its text.
+
+    Attributes:
+        id: its handle.
+        model: the model id on the bus.
+        tokens: its length.
+        blocks: its whole blocks.
+        key: BlockHash of the last of them.
+        nbytes: of what was registered.
+        references: registrations that were not released.
+        pin: routers keep its tokens in their prefix caches.
+        spread: one more instance computes it whenever it is hot.
+        ttl_s: it ends once it was neither used nor registered for so long.
+        idle_s: how long it had been neither when this was written.
+        uses: prompts that began with it in the present window, all routers' together.
+        window_s: how long that window had lasted when this was written.
+    """
+
+    id: str
+    model: str
+    tokens: Count
+    blocks: Count
+    key: U64
+    nbytes: Count = 0
+    references: Count = 1
+    pin: bool = False
+    spread: bool = False
+    ttl_s: Amount = 86_400.0
+    idle_s: Amount = 0.0
+    uses: Count = 0
+    window_s: Amount = 0.0
+
+
+class TenantPrefixes(Message, frozen=True, tag="prefixes"):
+    """All that a tenant has registered; routers change it by revision only.
+
+    Attributes:
+        version: grows by one with each change.
+        prefixes: in the order of their registration.
+        changes: marks of the latest changes, so that whoever lost the answer to its own finds it.
+    """
+
+    tenant: str
+    version: U64 = 0
+    prefixes: list[RegisteredPrefix] = []
+    changes: list[str] = []
+
+
 class TokenProbe(msgspec.Struct, frozen=True, omit_defaults=True):
     """A text as the engine itself tokenizes it.
 

@@ -26,6 +26,7 @@ INSTANCES = "mp_instances"  # key <m>.<i>: InstanceRecord
 ROUTERS = "mp_routers"  # key <m>.<r>: RouterLease
 VERDICTS = "mp_verdicts"  # key <m>.<...>: current hotspots, policy overrides, drains
 LEADERS = "mp_leaders"  # key <service>: LeaderLease
+PREFIXES = "mp_prefixes"  # key <tenant>: TenantPrefixes
 # Object stores.
 MODELS = "mp_models"  # name: ModelCard digest
 PREDICTORS = "mp_predictors"  # name <m>: latency model

@@ -37,6 +37,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     subjects.INSTANCES: bus.InstanceRecord,
     subjects.ROUTERS: bus.RouterLease,
     subjects.LEADERS: bus.LeaderLease,
+    subjects.PREFIXES: bus.TenantPrefixes,
     subjects.MODELS: bus.ModelCard,
     subjects.PREDICTORS: bus.LatencyModel,
 }

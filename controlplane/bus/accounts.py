@@ -23,10 +23,11 @@ others. The list is TOML:
     role = "detector"           # detector, predictor, auditor or operator
 
 What the permissions hold against: a sidecar speaks for its own instances only, a router for
-itself (one without `ids` for any router), an auditor for nobody. Answers cannot be read by others,
-since each member has an inbox of its own name. Who may both write to a stream and read it by a
-consumer could have its own words delivered under any subject, so no sidecar may create a consumer,
-and no router one on what it writes. An operator may do anything.
+itself (one without `ids` for any router) and for what tenants have registered, an auditor for
+nobody. Answers cannot be read by others, since each member has an inbox of its own name. Who may
+both write to a stream and read it by a consumer could have its own words delivered under any
+subject, so no sidecar may create a consumer, and no router one on what it writes. An operator may
+do anything.
 """
 
 from __future__ import annotations
@@ -137,11 +138,15 @@ def _of_router(member: Router) -> Permissions:
         _obj(subjects.MODELS),
         _obj(subjects.PREDICTORS),
     )
-    publish = [*read, *_read_values(_kv(subjects.ROUTERS)), subjects.all_of("snapshot")]
+    # What it may write it must not have sent to it by a consumer: of registered prefixes it reads
+    # single values, and hears what others write as they do.
+    values = _read_values(_kv(subjects.ROUTERS), _kv(subjects.PREFIXES))
+    registered = f"$KV.{subjects.PREFIXES}.*"
+    publish = [*read, *values, subjects.all_of("snapshot"), registered]
     for token in map(encode_token, member.ids) if member.ids else ("*",):
         publish += [f"{subjects.PREFIX}.route.*.{token}", f"$KV.{subjects.ROUTERS}.*.{token}"]
     kinds = ("kv", "load", "route", "hotspot", "policy")
-    return Permissions(tuple(publish), tuple(subjects.all_of(kind) for kind in kinds))
+    return Permissions(tuple(publish), (*(subjects.all_of(kind) for kind in kinds), registered))
 
 
 _BUCKETS = tuple(
@@ -157,7 +162,8 @@ def _of_service(member: Service) -> Permissions:
         return Permissions((">",), (">",))
     if member.role == "auditor":
         about = (f"{_API}.INFO", f"{_API}.STREAM.INFO.*")
-        read = _read_all(*subjects.STREAMS, *_BUCKETS, *_STORES)
+        kept = (*_BUCKETS, _kv(subjects.PREFIXES), *_STORES)
+        read = _read_all(*subjects.STREAMS, *kept)
         return Permissions((*about, *read), (everything,))
     lease = (f"$KV.{subjects.LEADERS}.{encode_token(member.role)}",)
     if member.role == "detector":

@@ -18,7 +18,14 @@ from controlplane.bus.jetstream import (
     JetStream,
     Message,
 )
-from controlplane.bus.protocol import BusError, Entry, EntryHandler, WrongRevision
+from controlplane.bus.protocol import (
+    BusError,
+    ChangeHandler,
+    Entry,
+    EntryHandler,
+    Subscription,
+    WrongRevision,
+)
 from controlplane.bus.view import BucketView
 
 if TYPE_CHECKING:
@@ -83,6 +90,15 @@ class NatsBucket:
         latest = {message.subject: message for message in messages}
         live = (message for message in latest.values() if not _is_gone(message))
         return sorted(message.subject[len(self._prefix) :] for message in live)
+
+    async def follow(self, handler: ChangeHandler) -> Subscription:
+        """See `Bucket.follow`: the server tells everybody what it stores."""
+
+        def told(subject: str, payload: bytes) -> None:
+            if payload:
+                handler(subject[len(self._prefix) :], payload)
+
+        return await self._bus.subscribe(f"{self._prefix}>", told)
 
     async def watch(self, handler: EntryHandler, prefix: str = "") -> NatsWatch:
         """See `Bucket.watch`."""

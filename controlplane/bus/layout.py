@@ -98,6 +98,9 @@ _BUCKETS = (
     BucketSpec(subjects.ROUTERS, history=1, ttl_s=300.0, bytes_max=16 * MIB),
     BucketSpec(subjects.VERDICTS, history=8, ttl_s=0.0, bytes_max=64 * MIB),
     BucketSpec(subjects.LEADERS, history=8, ttl_s=60.0, bytes_max=4 * MIB),
+    # Rewritten by routers while anything in it lives; the time to live sweeps up after tenants
+    # that are gone, and is longer than any registration may be idle.
+    BucketSpec(subjects.PREFIXES, history=1, ttl_s=45 * DAY_S, bytes_max=64 * MIB),
 )
 
 _STORES = (

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from controlplane.bus.protocol import BusError, Entry, EntryHandler, WrongRevision
+from controlplane.bus.protocol import (
+    BusError,
+    ChangeHandler,
+    Entry,
+    EntryHandler,
+    Subscription,
+    WrongRevision,
+)
 from controlplane.bus.view import BucketView
 from controlplane.bus.wildcard import matches
 
@@ -110,22 +117,29 @@ class MemoryBucket:
     def __init__(self, bus: MemoryBus, name: str) -> None:
         self._bus = bus
         self._name = name
+        self._subject = f"$KV.{name}."
 
     async def put(self, key: str, value: bytes) -> int:
         """See `Bucket.put`."""
-        return self._shelf().write(key, value)
+        return self._write(self._shelf(), key, value)
 
     async def create(self, key: str, value: bytes) -> int:
         """See `Bucket.create`."""
         shelf = self._shelf()
         if shelf.live(key) is not None:
             raise WrongRevision(f"{key} exists in bucket {self._name}")
-        return shelf.write(key, value)
+        return self._write(shelf, key, value)
 
     async def update(self, key: str, value: bytes, revision: int) -> int:
         """See `Bucket.update`."""
         self._compare(key, revision)
-        return self._shelf().write(key, value)
+        return self._write(self._shelf(), key, value)
+
+    def _write(self, shelf: Shelf, key: str, value: bytes) -> int:
+        """Write a key, and tell it as a message too, as the server does."""
+        revision = shelf.write(key, value)
+        self._bus.broker.send(self._subject + key, value)
+        return revision
 
     async def get(self, key: str) -> Entry | None:
         """See `Bucket.get`."""
@@ -141,6 +155,15 @@ class MemoryBucket:
         """See `Bucket.keys`."""
         shelf = self._shelf()
         return sorted(key for key in shelf.entries if shelf.live(key))
+
+    async def follow(self, handler: ChangeHandler) -> Subscription:
+        """See `Bucket.follow`."""
+
+        def told(subject: str, payload: bytes) -> None:
+            if payload:
+                handler(subject[len(self._subject) :], payload)
+
+        return await self._bus.subscribe(f"{self._subject}>", told)
 
     async def watch(self, handler: EntryHandler, prefix: str = "") -> MemoryWatch:
         """See `Bucket.watch`."""

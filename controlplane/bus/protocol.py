@@ -61,6 +61,9 @@ class Entry(msgspec.Struct, frozen=True):
 
 EntryHandler = Callable[[Entry], None]
 
+ChangeHandler = Callable[[str, bytes], None]
+"""Called with (key, value)."""
+
 
 class Record(msgspec.Struct, frozen=True):
     """One message that a stream recorded.
@@ -142,6 +145,13 @@ class Bucket(Protocol):
 
     async def keys(self) -> list[str]:
         """List the keys that exist, sorted."""
+
+    async def follow(self, handler: ChangeHandler) -> Subscription:
+        """Call `handler(key, value)` with what is written from now on, at most once each.
+
+        For whoever may not watch: it takes no right to have old values sent. Deletions are not
+        told, and one's own writes may or may not be.
+        """
 
     async def watch(self, handler: EntryHandler, prefix: str = "") -> Watch:
         """Call `handler` with every current entry, then with every change.

@@ -234,6 +234,14 @@ async def test_members_can_do_their_work(guarded: Guarded) -> None:
     leases = await router.bucket(subjects.ROUTERS)
     await leases.put(subjects.key(MODEL, "router-a"), b"lease")
     await router.flush()
+    prefixes = await router.bucket(subjects.PREFIXES)
+    written: list[bytes] = []
+    other = await guarded.connect("router-a")
+    await (await other.bucket(subjects.PREFIXES)).follow(lambda _, value: written.append(value))
+    revision = await prefixes.create("tenant", b"one")
+    await prefixes.update("tenant", b"two", revision)
+    assert (await prefixes.get("tenant")).value == b"two"
+    await eventually(lambda: written == [b"one", b"two"])
     verdicts = await detector.bucket(subjects.VERDICTS)
     await verdicts.put(subjects.key(MODEL, "hot"), b"verdict")
     assert await (await detector.bucket(subjects.ROUTERS)).keys() == [
@@ -286,6 +294,11 @@ async def test_forgeries_are_refused(guarded: Guarded) -> None:
         await (await router.bucket(subjects.VERDICTS)).put("m.x", b"verdict")
     with pytest.raises(BusError, match="refuses"):
         await (await auditor.bucket(subjects.LEADERS)).delete("detector")
+    for bus in (sidecar, auditor):
+        with pytest.raises(BusError, match="refuses"):
+            await (await bus.bucket(subjects.PREFIXES)).put("tenant", b"nothing")
+    with pytest.raises(BusError, match="refuses"):  # it writes there: see the module
+        await (await router.bucket(subjects.PREFIXES)).keys()
     for bus in (sidecar, router, auditor):
         with pytest.raises(BusError, match="refuses"):
             await bus.jetstream.api("STREAM.DELETE.MP_KV")

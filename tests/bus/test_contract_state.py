@@ -70,6 +70,30 @@ async def test_one_of_many_writers_wins(world: World, own: str) -> None:
         assert sum(won) == 1
 
 
+async def test_follow_tells_what_is_written_from_now_on(world: World, own: str) -> None:
+    """With its value, and not what was there before, nor deletions."""
+    writer, reader = await two(world)
+    bucket = await writer.bucket(BUCKET)
+    await bucket.put(f"{own}.a", b"before")
+    told: list[tuple[str, bytes]] = []
+
+    def hear(key: str, value: bytes) -> None:
+        if key.startswith(own):
+            told.append((key, value))
+
+    following = await (await reader.bucket(BUCKET)).follow(hear)
+    revision = await bucket.create(f"{own}.b", b"1")
+    await bucket.update(f"{own}.b", b"2", revision)
+    await bucket.delete(f"{own}.b")
+    await bucket.put(f"{own}.a", b"3")
+    await eventually(lambda: len(told) == 3)
+    assert told == [(f"{own}.b", b"1"), (f"{own}.b", b"2"), (f"{own}.a", b"3")]
+    await following.stop()
+    await bucket.put(f"{own}.a", b"4")
+    await world.settle()
+    assert len(told) == 3
+
+
 async def test_watch_tells_what_is_there_and_what_changes(world: World, own: str) -> None:
     """Current entries first, then every change in order; deletions have no value."""
     writer, reader = await two(world)

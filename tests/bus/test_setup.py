@@ -37,6 +37,7 @@ async def test_setup_is_idempotent_and_corrects(bus: NatsBus) -> None:
         subjects.ROUTERS,
         subjects.VERDICTS,
         subjects.LEADERS,
+        subjects.PREFIXES,
         subjects.MODELS,
         subjects.PREDICTORS,
     ]

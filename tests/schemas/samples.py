@@ -281,6 +281,35 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
         bus.decode_leader,
         {"full": bus.LeaderLease("detector-1", 1_700_000_000.25, 5.0)},
     ),
+    "tenant_prefixes": (
+        bus.decode_prefixes,
+        {
+            "minimal": bus.TenantPrefixes("default"),
+            "full": bus.TenantPrefixes(
+                "gold",
+                7,
+                [
+                    bus.RegisteredPrefix(
+                        "pfx_fedcba98765432101f0",
+                        "Qwen/Qwen3-8B",
+                        8000,
+                        496,
+                        KEY,
+                        nbytes=31_000,
+                        references=2,
+                        pin=True,
+                        spread=True,
+                        ttl_s=3600.0,
+                        idle_s=12.5,
+                        uses=9,
+                        window_s=2.25,
+                    ),
+                    bus.RegisteredPrefix("pfx_1", "m", 16, 1, 1),
+                ],
+                ["5ad1c0de", "00ff00ff"],
+            ),
+        },
+    ),
     "model_card": (
         bus.decode_card,
         {
