@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from controlplane.bus import NatsBus
+from controlplane.running import RunningPlane, announced
 from lab.load import Planned
 from lab.screen import draw, plain
 from lab.stack import LocalStack, StackOptions
@@ -127,7 +128,12 @@ async def _plane(
     stack = LocalStack(msgspec.structs.replace(options.stack, router_flags=flags))
     started = await _unless(stop, stack.__aenter__())
     try:
-        yield started
+        if started is None:
+            yield None
+            return
+        plane = RunningPlane(os.getpid(), stack.nats_url, stack.url, time.time())
+        with announced(plane):
+            yield started
     finally:
         await stack.close()
 
@@ -172,7 +178,7 @@ def greet(console: Console, stack: LocalStack) -> None:
         if place:
             console.print(f"  {name:<26} {place}", highlight=False, soft_wrap=True)
     if stack.nats_url != "nats://127.0.0.1:4222":
-        said = f"  for other commands: export MULTIPLANE_NATS={stack.nats_url}"
+        said = f"  other commands find it; services that you add want --nats {stack.nats_url}"
         console.print(said, highlight=False, soft_wrap=True)
     body = '{"model":"tiny","stream":true,"messages":[{"role":"user","content":"Hello"}]}'
     console.print(

@@ -86,6 +86,7 @@ def _say(change: Change) -> None:
 async def _watch(place: BusPlace, plan: Layout, stop: asyncio.Event) -> int:
     """Create what is missing until stopped; returns the exit status."""
     runtime.log_to_stderr()
+    place.tell()
     bus = await connect(place.url, name="multiplane-bus", options=place.options)
     keeping = asyncio.create_task(keep(bus, plan, _say))
     stopping = asyncio.create_task(stop.wait())

@@ -12,7 +12,7 @@ import typer
 from controlplane.bus import connect
 from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
-from controlplane.cli.options import DEFAULT_NATS, nats_options
+from controlplane.cli.options import nats_options, operators_bus
 from schemas import subjects
 from schemas.codec import RemoteError
 
@@ -48,16 +48,15 @@ def _complete(
 async def _keys(context: typer.Context) -> list[str]:
     """Return the keys of the instances' bucket."""
 
-    def given(name: str, otherwise: str | None = None) -> str | None:
-        variable = f"MULTIPLANE_{name.upper()}"
-        return context.params.get(name) or os.environ.get(variable) or otherwise
+    def given(name: str) -> str | None:
+        return context.params.get(name) or os.environ.get(f"MULTIPLANE_{name.upper()}")
 
     def path(name: str) -> Path | None:
         value = given(name)
         return None if value is None else Path(value)
 
     options = nats_options(given("nats_user"), path("nats_password_file"), path("nats_ca"))
-    url = given("nats", DEFAULT_NATS) or DEFAULT_NATS
+    url = given("nats") or operators_bus()[0]
     bus = await connect(url, name="completion", options=options, wait_s=_WITHIN_S)
     try:
         return await (await bus.bucket(subjects.INSTANCES)).keys()

@@ -36,6 +36,7 @@ def dashboard(
 
     set_up_logs(log_level)
     require_port("--port", host, port)
+    bus.tell()
 
     def started(server: DashboardServer) -> None:
         shown = f"[{host}]" if ":" in host else host

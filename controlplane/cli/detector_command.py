@@ -15,7 +15,7 @@ from controlplane.cli.options import (
     LogLevel,
     require_port,
     set_up_logs,
-    with_bus,
+    with_service_bus,
 )
 
 JUDGEMENT = "When a class is a hotspot"
@@ -23,7 +23,7 @@ FALLBACK = "When alarms persist"
 PROCESS = "How it runs"
 
 
-@with_bus
+@with_service_bus
 def detector(
     window_s: Annotated[
         float,

@@ -55,6 +55,7 @@ def doctor(
         admin = admin if "://" in admin else f"http://{admin}"
         require_url("--admin", admin)
     key = read_key("--engine-key-file", engine_key_file) or None
+    bus.tell()
     findings = asyncio.run(_examine(bus, admin, model, key, quiet=json))
     well = all(finding.ok for finding in findings)
     if json:

@@ -19,20 +19,27 @@ from controlplane.cli.errors import UsageError
 from controlplane.cli.files import check_certificates, read_password
 from controlplane.core.policies import POLICIES
 from controlplane.ports import PortTakenError, check_free
+from controlplane.running import running_planes
 
 T = TypeVar("T")
 
 BUS = "Where the bus is"
 
-NatsUrl = Annotated[
-    str,
-    typer.Option(
-        "--nats",
-        envvar="MULTIPLANE_NATS",
-        help="NATS servers, comma-separated.",
-        rich_help_panel=BUS,
-    ),
-]
+DEFAULT_NATS = "nats://127.0.0.1:4222"
+
+
+def _nats_url(otherwise: str) -> Any:
+    return Annotated[
+        str | None,
+        typer.Option(
+            "--nats",
+            envvar="MULTIPLANE_NATS",
+            help=f"NATS servers, comma-separated; by default {otherwise}.",
+            rich_help_panel=BUS,
+        ),
+    ]
+
+
 NatsUser = Annotated[
     str | None,
     typer.Option(envvar="MULTIPLANE_NATS_USER", help="User at NATS.", rich_help_panel=BUS),
@@ -61,8 +68,6 @@ LogLevel = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PORT_MAX = 65535
 CONNECT_S = 2.0  # a server that answers later than this is taken for absent
-
-DEFAULT_NATS = "nats://127.0.0.1:4222"
 
 if TYPE_CHECKING:
     PolicyName = str
@@ -121,15 +126,25 @@ def _without_user(url: str) -> str:
 
 
 class BusPlace(msgspec.Struct, frozen=True):
-    """Where the bus is, and how to get in."""
+    """Where the bus is, and how to get in.
+
+    Attributes:
+        note: what somebody who did not say where it is should know; empty for nothing.
+    """
 
     url: str
     options: NatsOptions
+    note: str = ""
 
     @property
     def shown(self) -> str:
         """The URL without what is secret in it."""
         return ",".join(_without_user(url) for url in self.url.split(","))
+
+    def tell(self) -> None:
+        """Say on standard error what is to be known of it."""
+        if self.note:
+            typer.echo(f"multiplane: {self.note}", err=True)
 
     @asynccontextmanager
     async def opened(self, name: str) -> AsyncIterator[Bus]:
@@ -141,6 +156,7 @@ class BusPlace(msgspec.Struct, frozen=True):
         Raises:
             BusError: no server answers, or it refuses us.
         """
+        self.tell()
         bus = await connect(self.url, name=name, options=self.options, wait_s=CONNECT_S)
         try:
             if not bus.connected:
@@ -152,42 +168,100 @@ class BusPlace(msgspec.Struct, frozen=True):
             await bus.close()
 
 
+def operators_bus() -> tuple[str, str]:
+    """Return (URL, note) of the bus of whoever operates a plane and does not say which.
+
+    That is the newest plane of `multiplane up` on this machine, if one runs.
+    """
+    planes = running_planes()
+    if not planes:
+        return DEFAULT_NATS, ""
+    plane = planes[0]
+    if len(planes) == 1 and plane.nats == DEFAULT_NATS:
+        return plane.nats, ""
+    which = f"the newest of {len(planes)} planes" if len(planes) > 1 else "the plane"
+    return plane.nats, f"{which} of `multiplane up` here: process {plane.pid}, --nats {plane.nats}"
+
+
+def services_bus() -> tuple[str, str]:
+    """Return (URL, note) of the bus of a service that is not told which.
+
+    A service may live for months, so who else runs on its machine must not decide.
+    """
+    others = [plane for plane in running_planes() if plane.nats != DEFAULT_NATS]
+    if not others:
+        return DEFAULT_NATS, ""
+    return DEFAULT_NATS, (
+        f"taking --nats {DEFAULT_NATS}; `multiplane up`, process {others[0].pid}, has its bus at "
+        f"{others[0].nats}"
+    )
+
+
 def with_bus(command: Callable[..., T]) -> Callable[..., T]:
-    """Give a command the options that say where the bus is.
+    """Give an operator's command the options that say where the bus is.
 
     Args:
-        command: takes `bus`, a `BusPlace`, as its last parameter.
+        command: takes `bus`, a `BusPlace`, as a parameter, and opens it or lets it `tell`.
+    """
+    help_text = f"the plane of `multiplane up` on this machine, else {DEFAULT_NATS}"
+    return _with_bus(command, operators_bus, help_text)
+
+
+def with_service_bus(command: Callable[..., T]) -> Callable[..., T]:
+    """Give the command of a service that runs for long the same options.
+
+    Args:
+        command: takes `bus`, a `BusPlace`, as a parameter.
+    """
+
+    def otherwise() -> tuple[str, str]:
+        url, note = services_bus()
+        BusPlace(url, NatsOptions(), note).tell()
+        return url, ""
+
+    return _with_bus(command, otherwise, DEFAULT_NATS)
+
+
+def _with_bus(
+    command: Callable[..., T], otherwise: Callable[[], tuple[str, str]], help_text: str
+) -> Callable[..., T]:
+    """Add the options.
+
+    Args:
+        otherwise: returns (URL, note) where no URL is given.
+        help_text: says what that is.
     """
     signature = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
     def wrapped(
         *args: Any,
-        nats: str,
+        nats: str | None,
         nats_user: str | None,
         nats_password_file: Path | None,
         nats_ca: Path | None,
         **kwargs: Any,
     ) -> T:
-        bus = BusPlace(nats, nats_options(nats_user, nats_password_file, nats_ca))
-        return command(*args, bus=bus, **kwargs)
+        options = nats_options(nats_user, nats_password_file, nats_ca)
+        url, note = (nats, "") if nats else otherwise()
+        return command(*args, bus=BusPlace(url, options, note), **kwargs)
 
     own = [each for each in signature.parameters.values() if each.name != "bus"]
-    parameters = [*own, *_BUS_PARAMETERS]
+    where = _parameter("nats", _nats_url(help_text))
+    parameters = [*own, where, *_BUS_PARAMETERS]
     wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
     return wrapped
 
 
-def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+def _parameter(name: str, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 _BUS_PARAMETERS = (
-    _parameter("nats", NatsUrl, DEFAULT_NATS),
-    _parameter("nats_user", NatsUser, None),
-    _parameter("nats_password_file", NatsPasswordFile, None),
-    _parameter("nats_ca", NatsCa, None),
+    _parameter("nats_user", NatsUser),
+    _parameter("nats_password_file", NatsPasswordFile),
+    _parameter("nats_ca", NatsCa),
 )
 
 

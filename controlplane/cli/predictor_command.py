@@ -14,11 +14,11 @@ from controlplane.cli.options import (
     LogLevel,
     require_port,
     set_up_logs,
-    with_bus,
+    with_service_bus,
 )
 
 
-@with_bus
+@with_service_bus
 def predictor(
     bus: BusPlace,
     retrain_requests: Annotated[

@@ -18,7 +18,7 @@ from controlplane.cli.options import (
     PolicyName,
     require_port,
     set_up_logs,
-    with_bus,
+    with_service_bus,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ CLIENTS = "Who may use it"
 PROCESS = "How it runs"
 
 
-@with_bus
+@with_service_bus
 def router(
     host: Annotated[str, typer.Option(help="Address for clients.")] = "0.0.0.0",  # noqa: S104
     port: Annotated[

@@ -18,7 +18,7 @@ from controlplane.cli.options import (
     require_port,
     require_url,
     set_up_logs,
-    with_bus,
+    with_service_bus,
 )
 
 ENGINE = "The engine"
@@ -28,7 +28,7 @@ PROCESS = "How it runs"
 USAGE = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 
-@with_bus
+@with_service_bus
 def sidecar(
     context: typer.Context,
     engine: Annotated[

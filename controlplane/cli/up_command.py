@@ -133,6 +133,8 @@ def up(
         planned = _planned(trace, speed, duration)
     if report is not None:
         _check_report(report, trace)
+    if predictor:
+        _check_predictor()
     length = _prompt_tokens(blocks, traced=trace is not None)
     flags = ["--profile", profile, "--speed", str(clock), "--blocks", str(blocks)]
     flags += ["--max-model-len", str(length)]
@@ -228,6 +230,16 @@ def _check_report(report: Path, trace: str | None) -> None:
     if report.suffix not in (".json", ".md"):
         raise UsageError(f"--report {report}: give a name that ends in .md or .json")
     check_writable("--report", report)
+
+
+def _check_predictor() -> None:
+    """See that a predictor could start, before anything else has. Raises UsageError."""
+    from controlplane.predictor.trees import Unavailable, check_installed
+
+    try:
+        check_installed()
+    except Unavailable as error:
+        raise UsageError(f"--predictor: {error}") from error
 
 
 def _planned(name: str, speed: float, duration_s: float) -> tuple[Planned, ...]:

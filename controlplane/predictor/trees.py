@@ -5,6 +5,7 @@ Loaded when first needed: importing it takes half a second and 100 MB.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ _COMMON: dict[str, Any] = {
     "verbosity": 0,
 }
 
+_MISSING = "the predictor needs XGBoost: pip install 'multiplane[predictor]'"
+
 Targets = NDArray[np.float32]
 
 
@@ -43,10 +46,14 @@ def library() -> Any:
     try:
         import xgboost
     except ImportError as error:
-        raise Unavailable(
-            "the predictor needs XGBoost: pip install 'multiplane[predictor]'"
-        ) from error
+        raise Unavailable(_MISSING) from error
     return xgboost
+
+
+def check_installed() -> None:
+    """See that the library is there, without loading it. Raises Unavailable."""
+    if find_spec("xgboost") is None:
+        raise Unavailable(_MISSING)
 
 
 def learn_mean(rows: Rows, targets: Targets, trees: int = TREES) -> TreeSet:

@@ -205,3 +205,15 @@ def _port_before(other: socket.socket) -> int:
             continue
         return port
     raise AssertionError("no two neighbouring ports are free")
+
+
+def test_a_predictor_without_its_library_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`up --predictor` names the extra to install, instead of failing when all else runs."""
+    monkeypatch.setattr("controlplane.predictor.trees.find_spec", lambda name: None)
+    monkeypatch.setattr("lab.up.up", None)  # what would start something
+    assert call(monkeypatch, "up", "--predictor", "--no-live") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("multiplane: --predictor: ")
+    assert "pip install 'multiplane[predictor]'" in said

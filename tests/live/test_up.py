@@ -18,6 +18,7 @@ from openai import AsyncOpenAI
 
 from controlplane.bus import NatsBus
 from controlplane.doctor import doctor
+from controlplane.running import running_planes
 from lab.children import ChildStartError
 from lab.generators import generate
 from lab.load import Planned, plan, run_load
@@ -98,10 +99,23 @@ def test_up_serves_and_stopping_it_leaves_nothing_running(number: signal.Signals
     started = descendants(process.pid)
     assert len(started) == 8, "nats, two engines and sidecars, a router, detector and dashboard"
     assert any("ready" in line for line in lines)
+    assert [plane.pid for plane in running_planes()] == [process.pid]
     process.send_signal(number)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0, rest
     until(lambda: not any(map(alive, started)))
+    assert running_planes() == []
+
+
+def test_other_commands_find_the_plane_that_runs() -> None:
+    """In a second terminal nobody needs to say where it is, and nobody is told of a dead one."""
+    command = [sys.executable, "-m", "controlplane.cli.main", "instances", "--json"]
+    process, _ = start_up("--engines", "2", "--routers", "1", "--no-dashboard")
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert len(json.loads(found.stdout)["rows"]) == 2
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: not running_planes())
 
 
 def test_the_port_of_another_plane_is_refused() -> None:
