@@ -39,9 +39,9 @@ class Page:
         self._target = target
         self._loaded = asyncio.Event()
 
-    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+    async def call(self, method: str, seconds: float = CALL_S_MAX, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol."""
-        return await self._browser.call(method, self._session, **params)
+        return await self._browser.call(method, self._session, seconds, **params)
 
     async def open(self, url: str) -> None:
         """Go to a page."""
@@ -74,10 +74,10 @@ class Page:
             features=[{"name": "prefers-color-scheme", "value": name}],
         )
 
-    async def run(self, script: str) -> Any:
+    async def run(self, script: str, seconds: float = CALL_S_MAX) -> Any:
         """Return the value of an expression, awaited if it is a promise."""
         answer = await self.call(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+            "Runtime.evaluate", seconds, expression=script, awaitPromise=True, returnByValue=True
         )
         if "exceptionDetails" in answer:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
@@ -91,7 +91,7 @@ class Page:
             f" if (performance.now() - began > {1e3 * seconds}) return done(null);"
             " setTimeout(look, 20); }; look(); })"
         )
-        value = await self.run(waiting)
+        value = await self.run(waiting, seconds + CALL_S_MAX)
         if not value:
             text = await self.run("document.body.innerText.slice(0, 1500)")
             raise AssertionError(f"not within {seconds} s: {script}\n{self.problems}\n{text}")
@@ -197,15 +197,24 @@ class Browser:
         page = self._pages[session] = Page(self, session, target["targetId"])
         return page
 
-    async def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol."""
+    async def call(
+        self, method: str, session: str = "", seconds: float = CALL_S_MAX, **params: Any
+    ) -> dict[str, Any]:
+        """Call a method of the protocol, and wait `seconds` for its answer."""
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         message: dict[str, Any] = {"id": number, "method": method, "params": params}
         if session:
             message["sessionId"] = session
         await self._socket.send_json(message)
-        return await asyncio.wait_for(answer, CALL_S_MAX)
+        try:
+            return await asyncio.wait_for(answer, seconds)
+        except TimeoutError:
+            raise AssertionError(
+                f"the browser did not answer {method} within {seconds} s: {params}"
+            ) from None
+        finally:
+            self._waiting.pop(number, None)
 
     async def _url(self) -> str:
         assert self._process.stderr is not None
@@ -226,7 +235,9 @@ class Browser:
         async for message in self._socket:
             data = json.loads(message.data)
             if "id" in data:
-                answer = self._waiting.pop(data["id"])
+                answer = self._waiting.pop(data["id"], None)
+                if answer is None or answer.done():
+                    continue  # too late: nobody waits for it
                 if "error" in data:
                     answer.set_exception(AssertionError(str(data["error"])))
                 else:
