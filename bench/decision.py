@@ -31,6 +31,7 @@ import numpy as np
 
 from bench import dynamo_env
 from bench.caches import BLOCK_SIZE, FleetCaches, Shape, Stored
+from controlplane.core.hit_rows import SlotRows
 from controlplane.core.index import PrefixIndex, usable_blocks
 from controlplane.core.policies import Multiplicative
 from controlplane.core.scoring import FleetView, FloatArray, Request, decide
@@ -92,7 +93,7 @@ class Ours:
     def __init__(self, instances: int, stores: list[Stored]) -> None:
         rng = np.random.default_rng(instances)
         self.index = PrefixIndex()
-        self.slots = np.arange(instances)
+        self.rows = SlotRows(np.arange(instances))
         for slot in range(instances):
             assert self.index.acquire_slot() == slot
             self.index.publish_slot(slot)
@@ -111,7 +112,7 @@ class Ours:
     def decide(self, chain: list[int], prompt_tokens: int) -> int:
         """Return the row of the instance that should get the prompt: what is timed."""
         match = self.index.match(chain, usable_blocks(prompt_tokens, BLOCK_SIZE))
-        hits = self.index.hits(match, BLOCK_SIZE)[self.slots]
+        hits = self.rows.hits(match, BLOCK_SIZE)
         self.turn += 1
         choice = decide(self.view, Request(prompt_tokens, hits), self.policy, self.turn)
         assert choice is not None
@@ -119,7 +120,7 @@ class Ours:
 
     def blocks_held(self, chain: list[int]) -> dict[int, int]:
         """Return instance → blocks of the chain, for those that have any."""
-        hits = self.index.hits(self.index.match(chain))[self.slots].tolist()
+        hits = self.rows.hits(self.index.match(chain)).tolist()
         return {instance: blocks for instance, blocks in enumerate(hits) if blocks}
 
 

@@ -190,11 +190,10 @@ class Dispatcher:
         match = self._index.match(request.hashes, usable)
         if not match.levels:
             return match, None
-        by_slot = self._index.hits(match, request.block_size)
         fleet = self._fleet
-        hits: IntArray = by_slot[fleet.slots[0]]
+        hits = fleet.slot_rows(0).hits(match, request.block_size)
         for tier in range(1, fleet.tiers):
-            more = np.maximum(by_slot[fleet.slots[tier]] - hits, 0)
+            more = np.maximum(fleet.slot_rows(tier).hits(match, request.block_size) - hits, 0)
             hits = hits + (more * self._tier_credit[tier]).astype(np.int64)
         return match, hits if fleet.trusts[1] else hits * fleet.trusted
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.core.hit_rows import SlotRows
 from controlplane.core.stream import StreamFollower, Trust
 from schemas.bus import InstanceRecord, LoadReport
 
@@ -132,7 +133,6 @@ class Fleet:
         epochs: (rows,) uint64, of the block streams; 0 before anything came.
         applied: (rows,) int64, batches of them that were applied: seq + 1.
         version: grows whenever rows or epochs change, or a stream goes back.
-        slots: (tiers, rows) int64, index slot of a tier's block set; -1 where there is none.
         tiers: how many tiers any instance has had.
         rows: the instances by row, as a tuple that decisions may keep.
         instances_max: bound on the rows.
@@ -155,6 +155,7 @@ class Fleet:
         self._epochs: NDArray[np.uint64] = np.zeros(16, np.uint64)
         self._applied: NDArray[np.int64] = np.zeros(16, np.int64)
         self._slots: NDArray[np.int64] = np.full((tiers_max, 16), -1, np.int64)
+        self._slot_rows: dict[int, SlotRows] = {}
         self._capable: dict[str, NDArray[np.bool_]] = {}
         self._barred: bool | None = None
         self._trusts: tuple[bool, bool] | None = None
@@ -211,11 +212,12 @@ class Fleet:
         follows = instance.follower.exact or not instance.record.kv_events
         self.exact[row] = follows and instance.trust is Trust.EXACT
         self._follow(row, instance.follower)
-        for tier in range(self.tiers):
-            self._slots[tier, row] = -1
-        for tier, slot in instance.slots.items():
-            self.tiers = max(self.tiers, tier + 1)
-            self._slots[tier, row] = slot
+        for tier, column in enumerate(self._slots):
+            slot = instance.slots.get(tier, -1)
+            if column[row] != slot:
+                column[row] = slot
+                self._slot_rows.pop(tier, None)
+                self.tiers = max(self.tiers, tier + 1)
 
     def _follow(self, row: int, follower: StreamFollower) -> None:
         """Write how far a block stream has come."""
@@ -240,6 +242,13 @@ class Fleet:
             count = int(np.count_nonzero(self.trusted))
             self._trusts = count > 0, count == len(self.trusted)
         return self._trusts
+
+    def slot_rows(self, tier: int) -> SlotRows:
+        """Return which row each index slot of a tier's block sets belongs to."""
+        slot_rows = self._slot_rows.get(tier)
+        if slot_rows is None:
+            slot_rows = self._slot_rows[tier] = SlotRows(self._slots[tier, : len(self)])
+        return slot_rows
 
     def capable(self, lora: str | None) -> NDArray[np.bool_] | None:
         """Return (rows,) who can serve an adapter; None where none is asked for."""
@@ -291,7 +300,7 @@ class Fleet:
         self.exact = self._exact[:rows]
         self.epochs = self._epochs[:rows]
         self.applied = self._applied[:rows]
-        self.slots = self._slots[:, :rows]
+        self._slot_rows.clear()
         self.rows = tuple(self._by_row)
         self._barred = self._trusts = None
         self.drains_changed()

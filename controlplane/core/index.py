@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from controlplane.core.hashing import BlockHash, unpack_hashes
-from controlplane.core.slots import IntArray, SlotState, SlotTable, slots_in
+from controlplane.core.slots import SlotState, SlotTable, slots_in
 
 Packed = bytes | memoryview
 
@@ -48,14 +48,8 @@ SHARD_SHIFT = 56
 SHARED_MASKS_MAX = 65_536
 """Masks of several owners that are remembered so that equal ones are one object."""
 
-SCATTER_BITS_MAX = 6
-"""Up to this many slots are cheaper to write one by one than as an array."""
-
 FORKS_MAX = 4_096
 """First blocks of which it is remembered how deep the last prompt with it was shared."""
-
-INDICATORS_MAX = 256
-"""Masks that are remembered as arrays."""
 
 KEY_BYTES = 48
 """An int of 64 bits as CPython allocates it: 36 bytes, in steps of 16."""
@@ -115,7 +109,6 @@ class PrefixIndex:
         self._gets: list[Callable[[BlockHash, int], int]] = [s.get for s in self._shards]
         self._blocks = 0
         self._shared: dict[int, int] = {}
-        self._indicators: dict[int, IntArray] = {}
         self._forks: dict[BlockHash, int] = {}
         # The pass in progress: which slots it erases, and the next shard.
         self._sweeping = 0
@@ -129,7 +122,6 @@ class PrefixIndex:
         if slot == len(self._counts):
             self._counts.append(0)
             self._digests.append(0)
-            self._indicators.clear()
         return slot
 
     def publish_slot(self, slot: int) -> None:
@@ -148,7 +140,7 @@ class PrefixIndex:
 
     @property
     def slots(self) -> int:
-        """How many slot numbers were ever handed out: `hits` has one more element."""
+        """How many slot numbers were ever handed out."""
         return len(self._slots)
 
     @property
@@ -317,7 +309,9 @@ class PrefixIndex:
         gets, shift = self._gets, SHARD_SHIFT
         live, hidden = self._slots.live, self._slots.hidden
         first = hashes[0]
-        here = gets[first >> shift](first, 0) & live
+        here = gets[first >> shift](first, 0)
+        if hidden:
+            here &= live
         if not here:
             return NO_MATCH
         fork = self._forks.get(first, 0)
@@ -326,27 +320,35 @@ class PrefixIndex:
         for known in (count - 1, fork, fork - 1):
             if 0 < known < count:
                 block = hashes[known]
-                ahead.append((known, known, gets[block >> shift](block, 0) & live))
+                mask = gets[block >> shift](block, 0)
+                ahead.append((known, known, mask & live if hidden else mask))
         levels: list[tuple[int, int]] = []
         at = 0
         while ahead:
             right, far, there = ahead.pop()
-            if there == here:
+            if there is here or there == here:
                 at = far
                 continue
+            # A next turn is new only at its end: a first look there halves more than the middle.
+            middle = (at + 3 * right) >> 2
             while right - at > 1:
-                middle = (at + right) >> 1
                 block = hashes[middle]
                 mask = gets[block >> shift](block, 0)
                 if hidden:
                     mask &= live
-                if mask == here:
+                # Equal sets are mostly one object: to see that, neither has to be read.
+                if mask is here:
+                    at = middle
+                elif mask is there:
+                    right = middle
+                elif mask == here:
                     at = middle
                 elif mask == there:
                     right = middle
                 else:
                     ahead.append((right, far, there))
                     right, far, there = middle, middle, mask
+                middle = (at + right) >> 1
             levels.append((right, here))
             at, here = far, there
             if not here:
@@ -361,44 +363,6 @@ class PrefixIndex:
         if len(self._forks) >= FORKS_MAX:
             self._forks.clear()
         self._forks[first] = depth
-
-    def hits(self, match: Match, block_tokens: int = 1) -> IntArray:
-        """Return (slots + 1,) how deep each slot holds the prompt, in units of `block_tokens`.
-
-        The last element is 0: it stands for slot −1, "no slot", so that callers can gather with
-        `hits[slot_of_instance]` while some instances have none.
-        """
-        levels, bits = match.levels, self._slots.bits
-        if levels and levels[0][1].bit_count() > SCATTER_BITS_MAX:
-            depths = self._indicator(levels[0][1]) * (levels[0][0] * block_tokens)
-            levels = levels[1:]
-        else:
-            depths = np.zeros(len(self._slots) + 1, np.int64)
-        for level, (depth, mask) in enumerate(levels):
-            if mask.bit_count() > SCATTER_BITS_MAX:
-                # Deeper slots are written again below, so writing those that leave is enough.
-                leaving = mask ^ levels[level + 1][1] if level + 1 < len(levels) else mask
-                if leaving.bit_count() > SCATTER_BITS_MAX:
-                    inside = self._indicator(mask) * (depth * block_tokens)
-                    np.maximum(depths, inside, out=depths)
-                    continue
-                mask = leaving
-            while mask:
-                slot = mask.bit_length() - 1
-                depths[slot] = depth * block_tokens
-                mask ^= bits[slot]
-        return depths
-
-    def _indicator(self, mask: int) -> IntArray:
-        """Return (slots + 1,) 1 for slots in a mask, 0 for others."""
-        indicator = self._indicators.get(mask)
-        if indicator is None:
-            if len(self._indicators) >= INDICATORS_MAX:
-                self._indicators.clear()
-            indicator = np.zeros(len(self._slots) + 1, np.int64)
-            indicator[slots_in(mask)] = 1
-            self._indicators[mask] = indicator
-        return indicator
 
     def holders(self, block: BlockHash) -> int:
         """Return the mask of live slots that hold a block, and with it all blocks before it."""
@@ -430,8 +394,7 @@ class PrefixIndex:
         tables = sum(map(sys.getsizeof, self._shards))
         masks = sum(map(sys.getsizeof, self._shared)) + sys.getsizeof(self._shared)
         bits = sum(map(sys.getsizeof, self._slots.bits))
-        arrays = sum(indicator.nbytes for indicator in self._indicators.values())
-        return tables + self._blocks * KEY_BYTES + masks + bits + arrays
+        return tables + self._blocks * KEY_BYTES + masks + bits
 
     def _mask(self, block: BlockHash) -> int:
         return self._shards[block >> SHARD_SHIFT].get(block, 0)
@@ -457,7 +420,6 @@ class PrefixIndex:
             assert self._slots.state(slot) is not SlotState.FREE or counts[slot] == 0
         assert self._sweeping & ~self._slots.dead == 0
         assert len(self._shared) <= SHARED_MASKS_MAX
-        assert len(self._indicators) <= INDICATORS_MAX
         assert len(self._forks) <= FORKS_MAX
 
 

@@ -30,6 +30,9 @@ BoolArray = npt.NDArray[np.bool_]
 _ZERO, _ONE, _INFINITY = np.array(0), np.array(1), np.array(np.inf)
 """As arrays, because numpy takes longer to make one of a Python number than to use it."""
 
+_FLOAT = np.dtype(np.float64)
+"""Made once, because numpy takes a while to find out what a Python type means."""
+
 
 class FleetView(msgspec.Struct, gc=False):
     """The instances of one model, a row each, as the decision sees them.
@@ -147,12 +150,12 @@ def decide(view: FleetView, request: Request, policy: Policy, rotation: int) -> 
             candidates, ignored = without_those_that_leave_nobody(filters)
     scores = policy.score(view, request)
     ranked = scores if candidates is None else np.where(candidates, scores, _INFINITY)
-    best = float(ranked[ranked.argmin()])
+    best: float = ranked.item(ranked.argmin())
     if isfinite(best):
         tied = (ranked == best).nonzero()[0]
     else:  # Scores beyond float64, as absurd exponents make them, say nothing.
         tied = np.arange(len(view)) if candidates is None else candidates.nonzero()[0]
-    index = int(tied[rotation % len(tied)])
+    index: int = tied.item(rotation % len(tied))
     return Choice(index, best, policy.name, len(tied), scores, candidates, ignored, filters)
 
 
@@ -199,19 +202,22 @@ def new_tokens(request: Request) -> IntArray | np.int64:
     """Return (n,) tokens each instance would have to compute, at least 1; a scalar if all equal."""
     if request.hit_tokens is None:
         return np.int64(max(request.prompt_tokens, 1))
-    new: IntArray = np.maximum(request.prompt_tokens - request.hit_tokens, _ONE)
+    new: IntArray = request.prompt_tokens - request.hit_tokens
+    if new.item(new.argmin()) < 1:
+        new = np.maximum(new, _ONE)
     return new
 
 
 def queued_tokens(view: FleetView) -> IntArray:
     """Return (n,) queued prefill tokens, never negative."""
     queued = view.queued_tokens
-    if queued[queued.argmin()] < 0:
+    if queued.item(queued.argmin()) < 0:
         queued = np.maximum(queued, _ZERO)
     return queued
 
 
 def product(a: IntArray, b: IntArray) -> FloatArray:
     """Return a × b for (n,) columns of numbers from 0 on: exact below 2^53, and never wrapping."""
-    exact: FloatArray = np.multiply(a, b, dtype=np.float64)
-    return exact
+    # Converted one after the other: a multiplication that converts goes through small buffers.
+    exact: FloatArray = a.astype(_FLOAT)
+    return np.multiply(exact, b.astype(_FLOAT), out=exact)

@@ -3,7 +3,6 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from controlplane.core import index as index_module
 from controlplane.core.hashing import pack_hashes
 from controlplane.core.index import (
     NO_MATCH,
@@ -58,42 +57,6 @@ def test_match_may_leave_the_end_of_a_chain_out(blocks: int):
     live_slot(index, prompt)
     live_slot(index, prompt[:40])
     assert index.match(prompt, blocks) == index.match(prompt[:blocks])
-
-
-def test_hits_are_depths_by_slot_and_zero_for_no_slot():
-    """Hit arrays have one element a slot, in any unit, and a last one for 'no slot'."""
-    index, prompt = PrefixIndex(), chain(1, 100)
-    for held in (100, 40, 0, 7):
-        live_slot(index, prompt[:held])
-    hits = index.hits(index.match(prompt), 16)
-    assert hits.tolist() == [1600, 640, 0, 112, 0]
-    assert hits[np.array([3, -1, 0])].tolist() == [112, 0, 1600]
-
-
-@pytest.mark.parametrize("slots", [3, 7, 64, 300])
-def test_hits_agree_however_masks_are_spread(slots: int):
-    """Few slots or many, staggered or in crowds: every way of writing the array is right."""
-    index, prompt = PrefixIndex(), chain(1, 64)
-    rng = np.random.default_rng(slots)
-    held = [int(rng.choice([0, 5, 6, 33, rng.integers(64), 64])) for _ in range(slots)]
-    for depth in held:
-        live_slot(index, prompt[:depth])
-    for _ in range(2):  # the second time, masks are remembered
-        assert index.hits(index.match(prompt)).tolist() == [*held, 0]
-
-
-def test_arrays_of_masks_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch):
-    """Beyond the bound they are made anew; so they are when there are more slots."""
-    monkeypatch.setattr(index_module, "INDICATORS_MAX", 1)
-    index = PrefixIndex()
-    prompts = [chain(seed, 9) for seed in range(3)]
-    for number in range(20):
-        for prompt in prompts:
-            live_slot(index, prompt[: 3 + number % 3])
-            expected = [3 + slot // 3 % 3 if slot % 3 == 0 else 0 for slot in range(index.slots)]
-            assert index.hits(index.match(prompts[0])).tolist() == [*expected, 0]
-            index.hits(index.match(prompts[1]))
-            index.check()
 
 
 def test_match_visits_few_blocks():

@@ -6,8 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from controlplane.core import hit_rows as hit_rows_module
 from controlplane.core import index as index_module
 from controlplane.core.hashing import pack_hashes
+from controlplane.core.hit_rows import SlotRows
 from controlplane.core.index import PrefixIndex
 from controlplane.core.slots import SlotState
 from tests.models.naive_index import NaiveIndex
@@ -23,7 +25,12 @@ PROMPTS = [
 ]
 PARENT = {block: p[d - 1] if d else None for p in PROMPTS for d, block in enumerate(p)}
 
-BOUNDS = ("SHARED_MASKS_MAX", "INDICATORS_MAX", "FORKS_MAX")
+BOUNDS = (
+    (index_module, "SHARED_MASKS_MAX"),
+    (index_module, "FORKS_MAX"),
+    (hit_rows_module, "MASKS_MAX"),
+    (hit_rows_module, "SCATTER_BITS_MAX"),
+)
 
 slots_drawn = st.integers(0, 9)
 prompts_drawn = st.integers(0, len(PROMPTS) - 1)
@@ -36,6 +43,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.real = PrefixIndex(slots_max=10)
         self.naive = NaiveIndex()
+        self.rows = SlotRows(np.arange(10)[::-1])
 
     def slot(self, draw: int) -> int:
         """One of the slots that may be written."""
@@ -100,7 +108,8 @@ class IndexMachine(RuleBasedStateMachine):
     def forget_shared_masks(self) -> None:
         """What is remembered may be forgotten at any time."""
         self.real._shared.clear()
-        self.real._indicators.clear()
+        self.rows._indicators.clear()
+        self.rows._filled.clear()
         self.real._forks.clear()
 
     @invariant()
@@ -112,8 +121,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.real.digest(slot) == self.naive.digest(slot)
         for prompt in PROMPTS:
             match = self.real.match(prompt)
-            depths = [self.naive.depth(slot, prompt) for slot in range(self.real.slots)]
-            assert self.real.hits(match).tolist() == [*depths, 0]
+            depths = [self.naive.depth(slot, prompt) for slot in range(10)]
+            assert self.rows.hits(match).tolist() == depths[::-1]
             for depth, block in enumerate(prompt, 1):
                 holders = sum(1 << slot for slot, d in enumerate(depths) if d >= depth)
                 assert match.holders(depth) == self.real.holders(block) == holders
@@ -124,14 +133,14 @@ class CrowdedIndexMachine(IndexMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bounds = {name: getattr(index_module, name) for name in BOUNDS}
-        for name in BOUNDS:
-            setattr(index_module, name, 1)
+        self.bounds = [getattr(module, name) for module, name in BOUNDS]
+        for module, name in BOUNDS:
+            setattr(module, name, 1)
 
     def teardown(self) -> None:
         """Put the bounds back."""
-        for name, bound in self.bounds.items():
-            setattr(index_module, name, bound)
+        for (module, name), bound in zip(BOUNDS, self.bounds, strict=True):
+            setattr(module, name, bound)
 
 
 @pytest.mark.slow
