@@ -59,6 +59,10 @@ class Access:
         """The gate of every tenant."""
         return iter(self._gates.values())
 
+    def gate(self, tenant: str) -> TenantGate | None:
+        """Return a tenant's gate; None if it is no tenant of this router."""
+        return self._gates.get(tenant)
+
     @property
     def limits_anybody(self) -> bool:
         """Whether any tenant has a limit, so that other routers' requests are of interest."""

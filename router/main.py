@@ -80,6 +80,7 @@ class RouterProcess:
         self._pool = UpstreamPool(config.upstream)
         self.router = Router(
             config,
+            bus,
             self._directory,
             self._pool,
             self._cache,
@@ -149,6 +150,7 @@ class RouterProcess:
         self.metrics.watch(self._samples)
         self.admin_address = await self._admin.start(config.admin_host, config.admin_port)
         await self.events.start()
+        await self.router.keeper.start()
         await self._learn()
         self.address = await self._server.start(
             config.host, config.port, reuse_port=config.reuse_port, tls=self._tls
@@ -236,9 +238,7 @@ class RouterProcess:
         now_s = time.monotonic()
         yield from plane_samples(self._directory, self.router.instances, now_s)
         yield from tenant_samples(self._access, now_s)
-        yield Sample(
-            "prefixes", "Prefixes that are registered.", len(self.router.prefixes.registry)
-        )
+        yield from self.router.keeper.samples()
         if self.router.rooms is not None:
             yield from self.router.rooms.samples()
         for name, text, value in counted(self._server.stats):

@@ -1,37 +1,39 @@
 """`/v1/prefixes`: callers register the beginnings that many of their prompts will share.
 
-    POST   /v1/prefixes         {"model", "messages" or "tokens", "pin", "warm", "spread"}
+    POST   /v1/prefixes         {"model", "messages" or "tokens", "pin", "warm", "spread", "ttl_s"}
     GET    /v1/prefixes         the caller's, and GET /v1/prefixes/HANDLE one of them
     DELETE /v1/prefixes/HANDLE  releases one reference
 
-A handle is a digest of the prefix, the same at every router and worker. Registrations are each
-process's own: they steer what it keeps and has computed, and prompts that share the prefix are
-found by their tokens everywhere.
+A handle is a digest of the prefix. Any router and worker answers for all of them: registrations are
+on the bus (`router.prefix_store`), and every answer is of what stands there now. While the bus is
+away, what is known here is shown and nothing can be changed.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
 
-from controlplane.core.decision import RouteRequest
-from controlplane.core.hashing import NO_EXTRAS, Extras
+from controlplane.bus.protocol import BusError
+from controlplane.core.hashing import NO_EXTRAS, BlockHash, Extras
 from router import refusals
 from router.big_bodies import check_quick
 from router.directory import Directory, Resolved
 from router.http_exchange import JSON, Exchange, State
-from router.prefix_cache import Handle, PrefixCache
-from router.prefixes import Full, Options, Prefix, PrefixRegistry, is_hot
-from router.prompt import Inexact
+from router.prefix_keeper import PrefixKeeper, engine_request
+from router.prefix_records import Full, Unknown, find, register, release
+from router.prefix_store import Busy
+from router.prompt import Inexact, Prompt
 from router.refusals import Refusal
 from router.tenant_gate import TenantGate
-from router.tenants import Tenant
-from router.warming import Warmer, Warming
+from router.warming import Warmer
+from schemas.bus import RegisteredPrefix, TenantPrefixes
 from schemas.codec import RemoteError
 from schemas.openai import ChatRequest, CompletionRequest, body_decoder
 
@@ -39,8 +41,11 @@ PATH: Final = b"/v1/prefixes"
 WARM_MAX: Final = 64
 BODY_BYTES_MAX: Final = 4 << 20
 """Largest registration: it may be kept, to have instances compute it."""
-LOOK_S: Final = 5.0
-"""How often hot prefixes are spread."""
+TTL_S: Final = 86_400.0
+TTL_S_MIN: Final = 60.0
+TTL_S_MAX: Final = 30 * 86_400.0
+IDEMPOTENCY_HEADER: Final = b"idempotency-key"
+"""A request that is sent again with the same value counts once."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +58,19 @@ class _Body(msgspec.Struct):
     pin: bool = False
     warm: int = 0
     spread: bool = False
+    ttl_s: float = TTL_S
 
 
 _decode = body_decoder(_Body)
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """What a body asks to register: whose model, how the prompt reads, and what came of that."""
+
+    body: _Body
+    resolved: Resolved
+    asked: ChatRequest | CompletionRequest
+    prompt: Prompt
 
 
 def is_about_prefixes(path: bytes) -> bool:
@@ -64,21 +79,12 @@ def is_about_prefixes(path: bytes) -> bool:
 
 
 class PrefixApi:
-    """Answers `/v1/prefixes`, and keeps what was registered.
+    """Answers `/v1/prefixes`."""
 
-    Attributes:
-        registry: what is registered.
-    """
-
-    def __init__(self, directory: Directory, warmer: Warmer, cache: PrefixCache) -> None:
-        self.registry = PrefixRegistry()
+    def __init__(self, directory: Directory, warmer: Warmer, keeper: PrefixKeeper) -> None:
         self._directory = directory
         self._warmer = warmer
-        self._cache = cache
-        self._pins: dict[Prefix, Handle | None] = {}
-        self._warmings: dict[Prefix, Warming] = {}
-        self._spreading: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
+        self._keeper = keeper
 
     def handle(
         self,
@@ -87,47 +93,137 @@ class PrefixApi:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """Answer one request."""
-        tenant = gate.tenant
-        handle = exchange.path[len(PATH) + 1 :].decode("latin-1")
-        if exchange.method == b"POST" and not handle:
-            spawn(self._register(exchange, gate))
-        elif exchange.method == b"GET" and not handle:
-            listed = [self._shown(each) for each in self.registry.of(tenant.name)]
-            _answer(exchange, 200, {"object": "list", "data": listed})
-        elif not handle:
-            refusals.answer(exchange, refusals.only_post(PATH.decode()))
-        else:
-            self._one(exchange, tenant, handle)
-
-    def _one(self, exchange: Exchange, tenant: Tenant, handle: str) -> None:
-        prefix = self.registry.get(tenant.name, handle)
-        if prefix is None:
-            refusals.answer(exchange, refusals.unknown_prefix(handle))
-        elif exchange.method == b"GET":
-            _answer(exchange, 200, self._shown(prefix))
-        elif exchange.method == b"DELETE":
-            gone = self.registry.release(prefix)
-            if gone:
-                self._forget(prefix)
-            _answer(exchange, 200, {"id": handle, "deleted": gone, "references": prefix.references})
+        method, handle = exchange.method, exchange.path[len(PATH) + 1 :].decode("latin-1")
+        work: Coroutine[Any, Any, dict[str, Any] | Refusal]
+        if method == b"POST" and not handle:
+            work = self._register(exchange, gate)
+        elif method == b"GET":
+            work = self._show(gate.tenant.name, handle)
+        elif method == b"DELETE" and handle:
+            work = self._release(exchange, gate.tenant.name, handle)
         else:
             refusals.answer(exchange, refusals.only_post(PATH.decode()))
+            return
+        spawn(self._answer(exchange, work))
 
-    async def _register(self, exchange: Exchange, gate: TenantGate) -> None:
-        found: Prefix | Refusal
+    async def _answer(
+        self, exchange: Exchange, work: Coroutine[Any, Any, dict[str, Any] | Refusal]
+    ) -> None:
+        found: dict[str, Any] | Refusal
         try:
-            found = await self._registered(exchange.body, gate)
+            found = await work
+        except Full as error:
+            found = refusals.too_many_prefixes(str(error))
+        except Busy as error:
+            found = refusals.prefixes_busy(str(error))
+        except BusError as error:
+            found = refusals.prefixes_away(str(error))
         except Exception:
-            logger.exception("request %r could not be read", exchange.request_id)
+            logger.exception("request %r could not be answered", exchange.request_id)
             found = refusals.CRASHED
         if exchange.state is not State.OPEN:
             return  # the client has left
         if isinstance(found, Refusal):
             refusals.answer(exchange, found)
         else:
-            _answer(exchange, 200, self._shown(found))
+            exchange.respond(200, (JSON,), msgspec.json.encode(found))
 
-    async def _registered(self, data: bytes, gate: TenantGate) -> Prefix | Refusal:
+    # --- what there is
+
+    async def _show(self, tenant: str, handle: str) -> dict[str, Any] | Refusal:
+        record, stale = await self._latest(tenant)
+        marked: dict[str, Any] = {"stale": True} if stale else {}
+        if not handle:
+            listed = [self._shown(tenant, each) for each in record.prefixes]
+            return {"object": "list", "data": listed, **marked}
+        prefix = find(record, handle)
+        if prefix is None:
+            return refusals.unknown_prefix(handle)
+        return self._shown(tenant, prefix) | marked
+
+    async def _latest(self, tenant: str) -> tuple[TenantPrefixes, bool]:
+        """Return a tenant's record; and whether it is only what was known here.
+
+        Raises:
+            BusError: the bus is away, and nothing was known here before.
+        """
+        keeper = self._keeper
+        try:
+            return await keeper.store.read(tenant), False
+        except (BusError, Busy):
+            if not keeper.registry.knows(tenant):
+                raise
+            return keeper.registry.current(tenant, time.monotonic()), True
+
+    async def _release(
+        self, exchange: Exchange, tenant: str, handle: str
+    ) -> dict[str, Any] | Refusal:
+        try:
+            record = await self._keeper.store.change(
+                tenant, _mark(exchange, handle), lambda record: release(record, handle)
+            )
+        except Unknown:
+            return refusals.unknown_prefix(handle)
+        left = find(record, handle)
+        references = 0 if left is None else left.references
+        return {"id": handle, "deleted": left is None, "references": references}
+
+    def _shown(self, tenant: str, prefix: RegisteredPrefix) -> dict[str, Any]:
+        return {
+            "id": prefix.id,
+            "object": "prefix",
+            "model": prefix.model,
+            "tokens": prefix.tokens,
+            "blocks": prefix.blocks,
+            "references": prefix.references,
+            "pin": prefix.pin,
+            "pinned": self._keeper.pinned(tenant, prefix.id),
+            "spread": prefix.spread,
+            "ttl_s": prefix.ttl_s,
+            "idle_s": round(prefix.idle_s, 3),
+            "instances": self._keeper.instances(prefix),
+        }
+
+    # --- registering
+
+    async def _register(self, exchange: Exchange, gate: TenantGate) -> dict[str, Any] | Refusal:
+        read = await self._understood(exchange.body, gate)
+        if isinstance(read, Refusal):
+            return read
+        tenant, body, hashes = gate.tenant.name, read.body, read.prompt.hashes
+        prompt: dict[str, Any] = {"prompt": body.tokens}
+        if body.messages is not None:
+            prompt = {"messages": body.messages}
+        path, data = engine_request(read.resolved, body.cache_salt, prompt)
+        new = RegisteredPrefix(
+            _handle(read.resolved.served.model, hashes),
+            read.resolved.served.model,
+            read.prompt.tokens,
+            len(hashes),
+            hashes[-1],
+            len(data),
+            pin=body.pin,
+            spread=body.spread,
+            ttl_s=body.ttl_s,
+        )
+        first = False
+
+        def apply(record: TenantPrefixes) -> TenantPrefixes:
+            nonlocal first
+            first = find(record, new.id) is None
+            return register(record, new)
+
+        record = await self._keeper.store.change(tenant, _mark(exchange, new.id), apply)
+        prefix = find(record, new.id)
+        if prefix is None:  # sent again, and released since it was sent first
+            return refusals.unknown_prefix(new.id)
+        work = self._keeper.warming(tenant, prefix, read.resolved, hashes, path, data)
+        self._keeper.keep_new(tenant, prefix, read.resolved, read.asked, work)
+        if first:
+            gate.settle(self._warmer.warm(work, body.warm) * read.prompt.tokens)
+        return self._shown(tenant, prefix)
+
+    async def _understood(self, data: bytes, gate: TenantGate) -> _Read | Refusal:
         """Return what a body registers, or why it does not."""
         tenant = gate.tenant
         if len(data) > BODY_BYTES_MAX:
@@ -140,103 +236,58 @@ class PrefixApi:
         wait_s = gate.charge(0, time.monotonic()) if body.warm else None
         if wait_s is not None:
             return refusals.too_fast(tenant, wait_s)
-        if (body.messages is None) == (body.tokens is None):
-            return refusals.malformed("give either `messages` or `tokens`")
-        if not 0 <= body.warm <= WARM_MAX:
-            return refusals.malformed(f"`warm` is a number of instances, at most {WARM_MAX}")
+        problem = _problem(body)
+        if problem:
+            return refusals.malformed(problem)
         resolved = self._directory.resolve(body.model)
         if resolved is None:
             return refusals.unknown_model(body.model, self._directory.names)
         if not tenant.may_use(body.model or resolved.served.model):
             return refusals.not_allowed(f"tenant {tenant.name!r} may not use this model")
-        return await self._read(body, gate, resolved)
+        return await self._read(body, resolved)
 
-    async def _read(self, body: _Body, gate: TenantGate, resolved: Resolved) -> Prefix | Refusal:
+    async def _read(self, body: _Body, resolved: Resolved) -> _Read | Refusal:
         served, reader = resolved.served, resolved.served.reader
         if reader is None:
             return refusals.malformed("this model's prompts cannot be read here")
         extras = NO_EXTRAS if resolved.lora is None else Extras(resolved.lora)
-        asked: ChatRequest | None = None
+        asked: ChatRequest | CompletionRequest
         if body.messages is not None:
             asked = ChatRequest(
                 messages=body.messages, add_generation_prompt=False, cache_salt=body.cache_salt
             )
             found = await reader.read_chat(asked, extras, tokens_max=served.max_model_len)
         else:
-            ids = CompletionRequest(prompt=[*(body.tokens or ())], cache_salt=body.cache_salt)
-            found = await reader.read_completion(ids, extras, tokens_max=served.max_model_len)
+            asked = CompletionRequest(prompt=[*(body.tokens or ())], cache_salt=body.cache_salt)
+            found = await reader.read_completion(asked, extras, tokens_max=served.max_model_len)
         if isinstance(found, Inexact):
             return refusals.malformed(f"the prefix cannot be read: {found.reason} {found.detail}")
         if not found.hashes:
             return refusals.malformed("the prefix is shorter than one block: nothing to share")
-        options = Options(body.pin, body.warm, body.spread)
-        name, hashes = gate.tenant.name, found.hashes
-        path, data = _engine_request(body, resolved)
-        try:
-            prefix = self.registry.add(
-                name, served.model, found.tokens, hashes, options, size_bytes=len(data)
-            )
-        except Full as error:
-            return refusals.too_many_prefixes(str(error))
-        if prefix.references == 1:
-            if body.pin and asked is not None:
-                self._pins[prefix] = reader.pin_chat(asked, extras)
-            request = RouteRequest(
-                prefix.id, found.tokens, hashes, served.block_size, lora=resolved.lora, tenant=name
-            )
-            work = Warming(served, request, path, data)
-            self._warmings[prefix] = work
-            gate.settle(self._warmer.warm(work, body.warm) * found.tokens)
-            if body.spread and self._spreading is None:
-                self._spreading = self._loop.call_later(LOOK_S, self._spread)
-        return prefix
-
-    def _spread(self) -> None:
-        """Let one more instance compute each hot prefix; look again while any could be."""
-        self._spreading = None
-        for prefix in self.registry.spreading():
-            work = self._warmings[prefix]
-            if is_hot(prefix.uses, len(self._warmer.holders(work))):
-                self._warmer.warm(work, 1)
-            prefix.uses = 0
-        if self.registry.watched:
-            self._spreading = self._loop.call_later(LOOK_S, self._spread)
-
-    def _forget(self, prefix: Prefix) -> None:
-        del self._warmings[prefix]
-        handle = self._pins.pop(prefix, None)
-        if handle is not None:
-            self._cache.release(handle)
-
-    def _shown(self, prefix: Prefix) -> dict[str, Any]:
-        return {
-            "id": prefix.id,
-            "object": "prefix",
-            "model": prefix.model,
-            "tokens": prefix.tokens,
-            "blocks": prefix.blocks,
-            "references": prefix.references,
-            "pinned": self._pins.get(prefix) is not None,
-            "spread": prefix.options.spread,
-            "instances": self._warmer.holders(self._warmings[prefix]),
-        }
-
-    def stop(self) -> None:
-        """Spread nothing more."""
-        if self._spreading is not None:
-            self._spreading.cancel()
+        return _Read(body, resolved, asked, found)
 
 
-def _engine_request(body: _Body, resolved: Resolved) -> tuple[str, bytes]:
-    """Return the path and body that make an engine compute a prefix, and one token more."""
-    document: dict[str, Any] = {"model": resolved.lora or resolved.served.model, "max_tokens": 1}
-    if body.cache_salt is not None:
-        document["cache_salt"] = body.cache_salt
-    if body.messages is not None:
-        document |= {"messages": body.messages, "add_generation_prompt": False}
-        return "/v1/chat/completions", msgspec.json.encode(document)
-    return "/v1/completions", msgspec.json.encode(document | {"prompt": body.tokens})
+def _problem(body: _Body) -> str:
+    """Return what is wrong with a body; empty if nothing is."""
+    if (body.messages is None) == (body.tokens is None):
+        return "give either `messages` or `tokens`"
+    if not 0 <= body.warm <= WARM_MAX:
+        return f"`warm` is a number of instances, at most {WARM_MAX}"
+    if not TTL_S_MIN <= body.ttl_s <= TTL_S_MAX:
+        return f"`ttl_s` is a number of seconds from {TTL_S_MIN:.0f} to {TTL_S_MAX:.0f}"
+    return ""
 
 
-def _answer(exchange: Exchange, status: int, document: dict[str, Any]) -> None:
-    exchange.respond(status, (JSON,), msgspec.json.encode(document))
+def _handle(model: str, hashes: list[BlockHash]) -> str:
+    """Return the handle of a model's prefix: models may read a prompt alike."""
+    digest = hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
+    return f"pfx_{hashes[-1]:016x}{digest}{len(hashes):x}"
+
+
+def _mark(exchange: Exchange, handle: str) -> str:
+    """Return the mark of the change that a request asks for; the caller's own if it has one."""
+    key = exchange.header(IDEMPOTENCY_HEADER)
+    if key is None:
+        return secrets.token_hex(8)
+    said = b"\0".join((exchange.method, handle.encode(), key))
+    return hashlib.blake2b(said, digest_size=8).hexdigest()

@@ -175,6 +175,11 @@ class Handle:
         """Length of the prefix."""
         return self._live().tokens
 
+    @property
+    def blocks(self) -> int:
+        """Its whole blocks."""
+        return self._live().blocks
+
     def hashes(self) -> list[BlockHash]:
         """Return the hashes of the prefix's whole blocks, in a new list."""
         node = self._live()
@@ -286,6 +291,15 @@ class PrefixCache:
             self.stats.refused_handles += 1
             return None
         return self._pin(handle._live())
+
+    def shorten(self, handle: Handle, blocks: int) -> None:
+        """Move a handle up to the shortest known prefix that has so many whole blocks, if any."""
+        node = handle._live()
+        while isinstance(node, _Node) and node.parent.blocks >= blocks:
+            node.pins -= 1
+            node = node.parent
+            node.pins += 1
+        handle._node = node
 
     def tokens_of(self, space: Space, text: str) -> bytes | None:
         """Return the token ids (u32 bytes) of a segment that some cached prompt has."""

@@ -1,185 +1,167 @@
-"""Prefixes that callers have registered: who holds them, how often, and what for.
+"""What a router process knows of all registered prefixes, and the uses that it has seen of them.
 
-A registration names a prompt's beginning and is answered with a handle. Registering the same one
-again counts one more reference to it, with the options it had; it is gone when all are released.
-What counts as its use is exact: a prompt whose blocks begin with all of the prefix's.
+Theory of operation. For each tenant whose requests come here, or of whom another router tells,
+there is the latest record known, with the moment from which its ages count. Records come from two
+sides: read from the bucket, which settles what is true, and heard as others write them, where only
+a higher version counts. A message that is lost leaves an older record until the next reading.
 
-Pure. Bounds: `prefixes_max` and `bytes_max` in all, `of_tenant_max` of each tenant and a quarter of
-the bytes; beyond them nothing is added.
+What counts as a use is exact: a prompt of the tenant's own, for the prefix's model, whose blocks
+begin with all of the prefix's. Uses are kept until a router has told them.
+
+Pure: `now_s` comes in. Bounds: `TENANTS_MAX` records of at most `PREFIXES_MAX` prefixes each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import msgspec
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from controlplane.core.hashing import BlockHash
+from router.prefix_records import aged, find
+from router.tenants import TENANTS_MAX
+from schemas.bus import RegisteredPrefix, TenantPrefixes
 
-HOT_USES = 8
-"""A prefix is hot if each instance that holds it would have got more uses than this in a window."""
-
-
-class Options(msgspec.Struct, frozen=True):
-    """What a registration is for.
-
-    Attributes:
-        pin: keep its tokens in the router's prefix cache.
-        warm: instances that should compute it right away.
-        spread: let one more instance compute it whenever it is hot.
-    """
-
-    pin: bool = False
-    warm: int = 0
-    spread: bool = False
+_NOTHING: Final[dict[int, dict[BlockHash, RegisteredPrefix]]] = {}
 
 
-class Prefix:
-    """One registered prefix.
+class _Tenant:
+    """One tenant's record, and since when; its prefixes by model, length and key; their uses."""
 
-    Attributes:
-        id: its handle.
-        key: hash of its last whole block.
-        references: registrations that were not released.
-        uses: prompts that began with it, since the last look.
-        size_bytes: what is kept to have it computed.
-    """
+    __slots__ = ("record", "since_s", "tables", "uses")
 
-    __slots__ = (
-        "blocks",
-        "id",
-        "key",
-        "model",
-        "options",
-        "references",
-        "size_bytes",
-        "tenant",
-        "tokens",
-        "uses",
-    )
+    def __init__(self, record: TenantPrefixes, now_s: float) -> None:
+        self.uses: Counter[str] = Counter()
+        self.take(record, now_s)
 
-    def __init__(
-        self,
-        tenant: str,
-        model: str,
-        tokens: int,
-        hashes: Sequence[BlockHash],
-        options: Options,
-        size_bytes: int = 0,
-    ) -> None:
-        self.id = f"pfx_{hashes[-1]:016x}{len(hashes):x}"
-        self.tenant = tenant
-        self.model = model
-        self.tokens = tokens
-        self.key = hashes[-1]
-        self.blocks = len(hashes)
-        self.options = options
-        self.references = 1
-        self.uses = 0
-        self.size_bytes = size_bytes
-
-
-class Full(Exception):
-    """There is no room for another prefix; says whose bound it is."""
+    def take(self, record: TenantPrefixes, now_s: float) -> None:
+        self.record = record
+        self.since_s = now_s
+        self.tables: dict[str, dict[int, dict[BlockHash, RegisteredPrefix]]] = {}
+        for each in record.prefixes:
+            lengths = self.tables.setdefault(each.model, {})
+            lengths.setdefault(each.blocks, {})[each.key] = each
+        for handle in self.uses.keys() - {each.id for each in record.prefixes}:
+            del self.uses[handle]
 
 
 class PrefixRegistry:
-    """All registered prefixes of a router."""
+    """The registered prefixes of all tenants, as far as they are known here.
 
-    def __init__(
-        self, prefixes_max: int = 1024, of_tenant_max: int = 64, bytes_max: int = 64 << 20
-    ) -> None:
-        self.prefixes_max = prefixes_max
-        self.of_tenant_max = of_tenant_max
-        self.bytes_max = bytes_max
-        self._prefixes: dict[tuple[str, str], Prefix] = {}  # by tenant and handle
-        self._watched: dict[tuple[str, int], dict[BlockHash, list[Prefix]]] = {}
+    Attributes:
+        refused: records of tenants beyond the most that are known at once.
+    """
+
+    def __init__(self, tenants_max: int = TENANTS_MAX) -> None:
+        self.refused = 0
+        self._tenants_max = tenants_max
+        self._tenants: dict[str, _Tenant] = {}
 
     def __len__(self) -> int:
-        return len(self._prefixes)
+        """Prefixes that are known here."""
+        return sum(len(tenant.record.prefixes) for tenant in self._tenants.values())
 
     @property
-    def watched(self) -> bool:
-        """Whether any use is to be counted."""
-        return bool(self._watched)
+    def tenants(self) -> list[str]:
+        """Those whose records are known."""
+        return list(self._tenants)
 
-    def add(
-        self,
-        tenant: str,
-        model: str,
-        tokens: int,
-        hashes: Sequence[BlockHash],
-        options: Options,
-        size_bytes: int = 0,
-    ) -> Prefix:
-        """Register a prefix of at least one whole block, or refer to it once more.
+    def knows(self, tenant: str) -> bool:
+        """Whether a tenant's record is known, be it empty."""
+        return tenant in self._tenants
 
-        Raises:
-            Full: a bound is reached.
-        """
-        new = Prefix(tenant, model, tokens, hashes, options, size_bytes)
-        known = self._prefixes.get((tenant, new.id))
-        if known is not None:
-            known.references += 1
-            return known
-        self._check_room(tenant, size_bytes)
-        self._prefixes[tenant, new.id] = new
-        if options.spread:
-            table = self._watched.setdefault((model, new.blocks), {})
-            table.setdefault(new.key, []).append(new)
-        return new
+    def record(self, tenant: str) -> TenantPrefixes:
+        """Return the latest record of a tenant; an empty one of version 0 if none is known."""
+        known = self._tenants.get(tenant)
+        return TenantPrefixes(tenant) if known is None else known.record
 
-    def _check_room(self, tenant: str, size_bytes: int) -> None:
-        own = list(self.of(tenant))
-        if len(self) >= self.prefixes_max:
-            raise Full(f"{self.prefixes_max} prefixes are registered at this router, its most")
-        if len(own) >= self.of_tenant_max:
-            raise Full(f"tenant {tenant!r} has registered {self.of_tenant_max} prefixes, its most")
-        if sum(each.size_bytes for each in own) + size_bytes > self.bytes_max // 4:
-            raise Full(
-                f"the prefixes of tenant {tenant!r} would exceed {self.bytes_max // 4} bytes"
-            )
-        if sum(each.size_bytes for each in self._prefixes.values()) + size_bytes > self.bytes_max:
-            raise Full(f"the prefixes at this router would exceed {self.bytes_max} bytes")
+    def elapsed_s(self, record: TenantPrefixes, now_s: float) -> float:
+        """Return how long ago a record was written; 0 for one that is not the latest known here."""
+        known = self._tenants.get(record.tenant)
+        if known is None or known.record != record:
+            return 0.0
+        return max(now_s - known.since_s, 0.0)
 
-    def get(self, tenant: str, handle: str) -> Prefix | None:
+    def current(self, tenant: str, now_s: float) -> TenantPrefixes:
+        """Return a tenant's record as of now."""
+        record = self.record(tenant)
+        return aged(record, self.elapsed_s(record, now_s))
+
+    def get(self, tenant: str, handle: str) -> RegisteredPrefix | None:
         """Return a tenant's prefix."""
-        return self._prefixes.get((tenant, handle))
+        return find(self.record(tenant), handle)
 
-    def of(self, tenant: str) -> Iterator[Prefix]:
-        """Yield a tenant's prefixes."""
-        return (each for each in self._prefixes.values() if each.tenant == tenant)
-
-    def release(self, prefix: Prefix) -> bool:
-        """Give up one reference; returns whether that was the last, and the prefix is gone."""
-        prefix.references -= 1
-        if prefix.references:
+    def heard(self, record: TenantPrefixes, now_s: float) -> bool:
+        """Take what another router tells; returns whether it was news."""
+        if record.version <= self.record(record.tenant).version:
             return False
-        del self._prefixes[prefix.tenant, prefix.id]
-        place = (prefix.model, prefix.blocks)
-        if prefix.options.spread:
-            table = self._watched[place]
-            table[prefix.key].remove(prefix)
-            if not table[prefix.key]:
-                del table[prefix.key]
-            if not table:
-                del self._watched[place]
+        return self._take(record, now_s)
+
+    def settled(self, record: TenantPrefixes, version_before: int, now_s: float) -> bool:
+        """Take what was read from the bucket or written to it, though its version be lower.
+
+        Args:
+            version_before: of the record known when that was begun: if another one was heard
+                meanwhile, it may be the newer one.
+
+        Returns:
+            Whether it was news.
+        """
+        known = self.record(record.tenant)
+        if record == known and self.knows(record.tenant):
+            return False
+        if known.version != version_before and record.version < known.version:
+            return False
+        return self._take(record, now_s)
+
+    def _take(self, record: TenantPrefixes, now_s: float) -> bool:
+        known = self._tenants.get(record.tenant)
+        if known is not None:
+            known.take(record, now_s)
+        elif len(self._tenants) < self._tenants_max:
+            self._tenants[record.tenant] = _Tenant(record, now_s)
+        else:
+            self.refused += 1
+            return False
         return True
 
-    def used(self, model: str, hashes: Sequence[BlockHash]) -> None:
-        """Count the uses of prefixes in a prompt. A look-up for each length that is registered."""
-        for (of_model, blocks), table in self._watched.items():
-            if of_model == model and blocks <= len(hashes):
-                for prefix in table.get(hashes[blocks - 1], ()):
-                    prefix.uses += 1
+    def skip(self, seconds: float) -> None:
+        """Let a time pass that counts for nothing: nobody could tell a use without the bus."""
+        for tenant in self._tenants.values():
+            tenant.since_s += seconds
 
-    def spreading(self) -> Iterator[Prefix]:
-        """Yield what is to be spread when hot."""
-        for table in self._watched.values():
-            for prefixes in table.values():
-                yield from prefixes
+    def used(self, tenant: str, model: str, hashes: Sequence[BlockHash]) -> list[RegisteredPrefix]:
+        """Count the uses of a tenant's prefixes in a prompt of its own; returns these prefixes.
 
+        Complexity: a look-up for each length that the tenant has registered for the model.
+        """
+        known = self._tenants.get(tenant)
+        found: list[RegisteredPrefix] = []
+        if known is None:
+            return found
+        for blocks, table in known.tables.get(model, _NOTHING).items():
+            if blocks <= len(hashes):
+                prefix = table.get(hashes[blocks - 1])
+                if prefix is not None:
+                    known.uses[prefix.id] += 1
+                    found.append(prefix)
+        return found
 
-def is_hot(uses: int, holders: int) -> bool:
-    """Say whether a prefix is used so much that one more instance should hold it."""
-    return uses > HOT_USES * max(holders, 1)
+    def uses(self, tenant: str) -> Mapping[str, int]:
+        """Return the uses by handle that were not told yet."""
+        known = self._tenants.get(tenant)
+        return {} if known is None else known.uses
+
+    def take_uses(self, tenant: str) -> dict[str, int]:
+        """Return the uses that were not told yet, and forget them."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            return {}
+        taken, known.uses = dict(known.uses), Counter()
+        return taken
+
+    def give_back(self, tenant: str, uses: Mapping[str, int]) -> None:
+        """Keep uses that could not be told, of prefixes that still exist."""
+        known = self._tenants.get(tenant)
+        if known is not None:
+            known.uses.update({h: n for h, n in uses.items() if find(known.record, h) is not None})

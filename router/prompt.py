@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -62,3 +64,18 @@ class Prompt(msgspec.Struct, frozen=True):
     extras: Extras = NO_EXTRAS
     cached_tokens: int = 0
     head: tuple[int, ...] = ()
+
+
+def single(prompt: Any) -> str | Sequence[int] | Inexact:
+    """Return the one prompt of a completion request."""
+    if isinstance(prompt, str):
+        return prompt
+    if not prompt:
+        return Inexact(Reason.INVALID, "no prompt")
+    if isinstance(prompt[0], int):
+        ids: Sequence[int] = prompt
+        return ids
+    if len(prompt) > 1:
+        return Inexact(Reason.BATCH)
+    only: str | Sequence[int] = prompt[0]
+    return only

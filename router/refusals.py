@@ -252,10 +252,35 @@ def unknown_prefix(handle: str) -> Refusal:
     return Refusal(
         404,
         "unknown_prefix",
-        f"no prefix {handle[:64]!r} is registered here, so there is nothing to release. A handle "
-        "is a digest of its prefix, the same everywhere, but each router and worker keeps "
-        "registrations of its own: register the prefix again to have it here",
+        f"no prefix {handle[:64]!r} is registered, so there is nothing to release; it was released "
+        "as often as registered, or its time was over",
         code="prefix_not_found",
+    )
+
+
+def prefixes_away(problem: str) -> Refusal:
+    """Refuse to change or show registrations that are out of reach."""
+    return Refusal(
+        503,
+        "prefixes_away",
+        f"registered prefixes are out of reach: {problem}; is NATS up, and `multiplane bus init` "
+        "done? What was asked for may or may not have been done; sent again with the same "
+        "Idempotency-Key it counts once",
+        "service_unavailable",
+        code="prefixes_unavailable",
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def prefixes_busy(problem: str) -> Refusal:
+    """Refuse one of too many changes at a time."""
+    return Refusal(
+        429,
+        "prefixes_busy",
+        problem,
+        "rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=RETRY_AFTER_S,
     )
 
 

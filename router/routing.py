@@ -188,9 +188,7 @@ class Routing:
         self.request = route_request(
             self.exchange.request_id.decode("latin-1"), self._resolved, found, estimated, tenant
         )
-        registry = self.router.prefixes.registry
-        if registry.watched:
-            registry.used(served.model, self.request.hashes)
+        self.router.keeper.passed(tenant.name, self._resolved, self.request.hashes, asked)
         if self.router.rooms is not None and isinstance(found, Prompt):
             head = head_hash(found.head)
             self.request = msgspec.structs.replace(self.request, head=head)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -30,6 +31,24 @@ CUTS_MAX = 4
 """More kinds of cuts than turns of a chat have ends and beginnings only cost time."""
 
 _SHORT_CHARS = 16  # a better cut must save more text than a role's header
+
+
+def _message(role: str, letter: str) -> dict[str, Any]:
+    return {"role": role, "content": letter * 400}
+
+
+_SYSTEM, _USER, _ANSWER, _OTHER = (
+    _message("system", "s"),
+    _message("user", "u"),
+    _message("assistant", "a"),
+    _message("user", "o"),
+)
+PROBES: Final = (
+    ([_USER], [_USER, _ANSWER, _OTHER]),
+    ([_SYSTEM, _USER], [_SYSTEM, _OTHER]),
+    ([_USER, _ANSWER, _USER], [_USER, _ANSWER, _OTHER]),
+)
+"""Pairs of chats whose texts begin alike, by which good cuts are chosen."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):

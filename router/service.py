@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
+from controlplane.bus.protocol import Bus
 from router import refusals
 from router.absence import no_model, starting
 from router.access import KEY_HEADERS, TENANT_HEADER, Access
@@ -32,6 +33,7 @@ from router.local_answers import PROBES, is_about_models, models, options
 from router.metrics import RequestMetrics
 from router.prefix_api import PrefixApi, is_about_prefixes
 from router.prefix_cache import PrefixCache
+from router.prefix_keeper import PrefixKeeper
 from router.refusals import Refusal
 from router.routing import Routing
 from router.surface import (
@@ -80,7 +82,8 @@ class Router:
         tracer: gets its spans; None if nobody collects them.
         router_id: this router's name on the bus.
         rooms: where requests wait; None if they never do.
-        prefixes: what callers have registered.
+        keeper: what it does for prefixes that callers have registered.
+        prefixes: answers callers who register them.
     """
 
     events: EventPath
@@ -88,6 +91,7 @@ class Router:
     def __init__(
         self,
         config: RouterConfig,
+        bus: Bus,
         directory: Directory,
         pool: UpstreamPool,
         cache: PrefixCache,
@@ -120,7 +124,9 @@ class Router:
         self._engine_lines = b"%b: %b\r\n" % (HOPS_HEADER, self._hop)
         if engine_key:
             self._engine_lines += b"authorization: Bearer %b\r\n" % engine_key.encode()
-        self.prefixes = PrefixApi(directory, Warmer(pool, self._engine_lines), cache)
+        warmer = Warmer(pool, self._engine_lines)
+        self.keeper = PrefixKeeper(bus, directory, warmer, cache, access)
+        self.prefixes = PrefixApi(directory, warmer, self.keeper)
         self._reading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -320,7 +326,7 @@ class Router:
 
     async def stop(self) -> None:
         """End what is still being read."""
-        self.prefixes.stop()
+        await self.keeper.stop()
         if self.rooms is not None:
             self.rooms.stop()
         for task in list(self._reading):

@@ -28,8 +28,8 @@ from router.chat_template import (
     TemplateSyntaxError,
 )
 from router.prefix_cache import Handle, PrefixCache, Space
-from router.prompt import HEAD_TOKENS, Inexact, Prompt, Reason
-from router.segments import Cutter, choose_cuts
+from router.prompt import HEAD_TOKENS, Inexact, Prompt, Reason, single
+from router.segments import PROBES, Cutter, choose_cuts
 from router.tokenizer import TextError, Tokenizer, TokenizerError
 from schemas.bus import ModelCard
 from schemas.openai import ChatRequest, CompletionRequest
@@ -192,13 +192,39 @@ class PromptReader:
             return self._count(self._from_ids_now(prompt, salted))
         return self._finish_now(self._completion_steps(prompt, request, extras, None))
 
-    def pin_chat(self, request: ChatRequest, extras: Extras) -> Handle | None:
-        """Keep what is cached of a chat until the handle is released; None where nothing is."""
-        template = self._unrendered(request)
-        text = "" if isinstance(template, Inexact) else template.render(request)
-        texts = self._cutter.cut(text) if isinstance(text, str) else []
-        found = self._cache.register(self._space, _salted(extras, request.cache_salt), texts)
-        return None if found is None else found[0]
+    def pin(
+        self, request: ChatRequest | CompletionRequest, extras: Extras, blocks: int
+    ) -> Handle | None:
+        """Keep what is cached of a prompt's first blocks, until the handle is released.
+
+        Args:
+            request: whose prompt has been read.
+            extras: the adapter; the request's salt is added here.
+            blocks: how many of its whole blocks to keep.
+
+        Returns:
+            A handle to as many or fewer; None where nothing is cached: of token ids nothing is.
+        """
+        text: str | Sequence[int] | Inexact
+        if isinstance(request, ChatRequest):
+            template = self._unrendered(request)
+            text = template if isinstance(template, Inexact) else template.render(request)
+        else:
+            text = self._unread(request, None)
+        if not isinstance(text, str) or self._tokenizer is None:
+            return None
+        surround = request.add_special_tokens and self._card.adds_special_tokens
+        opening = self._tokenizer.opening if surround else b""
+        salted = _salted(extras, request.cache_salt)
+        found = self._cache.register(self._space, salted, self._cutter.cut(text), opening)
+        if found is None:
+            return None
+        handle = found[0]
+        self._cache.shorten(handle, blocks)
+        if handle.blocks:
+            return handle
+        self._cache.release(handle)
+        return None
 
     # --- what is to be tokenized ---
 
@@ -236,7 +262,7 @@ class PromptReader:
             return Inexact(Reason.MULTIMODAL, "prompt_embeds")
         if request.truncate_prompt_tokens is not None:
             return Inexact(Reason.TRUNCATION)
-        prompt = _single(request.prompt)
+        prompt = single(request.prompt)
         if isinstance(prompt, str | Inexact) or tokens_max is None or len(prompt) < tokens_max:
             return prompt
         return Inexact(Reason.TOO_LONG, tokens_min=len(prompt))
@@ -438,7 +464,7 @@ class PromptReader:
         if self._tokenizer is None:
             return []
         texts: list[tuple[str, str]] = []
-        for first, second in _PROBES:
+        for first, second in PROBES:
             pair = [self._rendered(first), self._rendered(second)]
             if pair[0] and pair[1]:
                 texts.append((pair[0], pair[1]))
@@ -449,38 +475,6 @@ class PromptReader:
             return None
         text = self._template.render(ChatRequest(messages=messages))
         return text if isinstance(text, str) else None
-
-
-def _message(role: str, letter: str) -> dict[str, Any]:
-    return {"role": role, "content": letter * 400}
-
-
-_SYSTEM, _USER, _ANSWER, _OTHER = (
-    _message("system", "s"),
-    _message("user", "u"),
-    _message("assistant", "a"),
-    _message("user", "o"),
-)
-_PROBES: Final = (
-    ([_USER], [_USER, _ANSWER, _OTHER]),
-    ([_SYSTEM, _USER], [_SYSTEM, _OTHER]),
-    ([_USER, _ANSWER, _USER], [_USER, _ANSWER, _OTHER]),
-)
-
-
-def _single(prompt: Any) -> str | Sequence[int] | Inexact:
-    """Return the one prompt of a completion request."""
-    if isinstance(prompt, str):
-        return prompt
-    if not prompt:
-        return Inexact(Reason.INVALID, "no prompt")
-    if isinstance(prompt[0], int):
-        ids: Sequence[int] = prompt
-        return ids
-    if len(prompt) > 1:
-        return Inexact(Reason.BATCH)
-    only: str | Sequence[int] = prompt[0]
-    return only
 
 
 def _packed(ids: Sequence[int]) -> bytes | None:

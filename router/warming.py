@@ -9,6 +9,7 @@ import msgspec
 
 from controlplane.core.decision import RouteRequest
 from controlplane.core.dispatch import Ticket
+from controlplane.core.hashing import BlockHash
 from router.directory import ServedModel
 from router.http_head import ResponseHead
 from router.upstream import UpstreamPool
@@ -36,12 +37,16 @@ class Warmer:
         self._pool = pool
         self._lines = request_lines
 
-    def holders(self, work: Warming) -> list[str]:
-        """Return the instances that hold a whole prefix."""
-        index, key = work.served.plane.index, work.request.hashes[-1]
+    def holders(self, served: ServedModel, key: BlockHash) -> list[str]:
+        """Return the instances that hold a whole prefix.
+
+        Args:
+            key: of its last whole block.
+        """
+        index = served.plane.index
         return sorted(
             instance.record.instance_id
-            for instance in work.served.plane.fleet
+            for instance in served.plane.fleet
             if 0 in instance.slots and index.holds(instance.slots[0], key)
         )
 
@@ -52,7 +57,7 @@ class Warmer:
             How many there were for it.
         """
         plane = work.served.plane
-        held = set(self.holders(work))
+        held = set(self.holders(work.served, work.request.hashes[-1]))
         free = [each for each in plane.fleet if each.record.instance_id not in held]
         free = [each for each in free if plane.fleet.ready[each.row]]
         free.sort(key=lambda each: int(plane.ledger.batch[each.row]))

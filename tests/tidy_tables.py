@@ -153,6 +153,7 @@ PURE = (
     "router/messages_chat.py",
     "router/metrics_merge.py",
     "router/prefix_cache.py",
+    "router/prefix_records.py",
     "router/prefixes.py",
     "router/prompt.py",
     "router/responses_chat.py",

@@ -58,6 +58,7 @@ class ServiceRig:
 
     Args:
         settings: of the router process, beyond the rig's own.
+        broker: of another rig, to be another router of the same plane.
         plane: how it decides.
 
     Attributes:
@@ -65,9 +66,15 @@ class ServiceRig:
         publishers: a block stream for each instance.
     """
 
-    def __init__(self, settings: dict[str, Any] | None = None, **plane: Any) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any] | None = None,
+        *,
+        broker: MemoryBroker | None = None,
+        **plane: Any,
+    ) -> None:
         self.settings = settings or {}
-        self.broker = MemoryBroker()
+        self.broker = broker or MemoryBroker()
         self.bus: MemoryBus = self.broker.bus()
         self.plane = PlaneConfig(**plane)
         self.events: list[RouteEvent] = []

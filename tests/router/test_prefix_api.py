@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from controlplane.http_client import HttpError
+from router.prefix_keeper import PrefixKeeper
 from schemas.bus import Finished
 from tests.router.service_rig import MODEL, ServiceRig, until
 
@@ -28,6 +29,14 @@ async def ask(rig: ServiceRig, method: str, handle: str = "", body: Any = None) 
 async def register(rig: ServiceRig, **options: Any) -> Any:
     """Registers the system message."""
     return await ask(rig, "POST", body={"model": MODEL, "messages": SYSTEM, **options})
+
+
+def only_test_looks(rig: ServiceRig) -> PrefixKeeper:
+    """Returns the router's keeper, which does not look by itself any more."""
+    keeper = rig.process.router.keeper
+    assert keeper._looking is not None
+    keeper._looking.cancel()
+    return keeper
 
 
 async def test_a_prefix_is_registered_listed_and_released() -> None:
@@ -85,22 +94,20 @@ async def test_a_hot_prefix_is_spread_to_one_more_instance() -> None:
         for name in "ab":
             await rig.instance(name)
         found = await register(rig, spread=True)
-        api = rig.process.router.prefixes
-        (prefix,) = api.registry.spreading()
-        api.stop()  # here it is the test that looks
+        keeper = only_test_looks(rig)
         user = {"role": "user", "content": "Hello"}
         for _ in range(10):
             body = {"model": MODEL, "messages": [*SYSTEM, user]}
             await rig.http.post(f"{rig.url}/v1/chat/completions", body)
         await rig.chat("something else")
-        assert prefix.uses == 10
+        assert keeper.registry.uses("default") == {found["id"]: 10}
         await until(lambda: len(rig.of_kind(Finished)) == 11)  # they are told in batches
         before = len(rig.of_kind(Finished))
-        api._spread()
+        await keeper.look()
         await until(lambda: len(rig.of_kind(Finished)) > before)
         assert rig.of_kind(Finished)[-1].request_id == found["id"]
-        assert prefix.uses == 0
-        api._spread()
+        assert not keeper.registry.uses("default")
+        await keeper.look()
         await rig.chat("wait for what follows")
         assert len(rig.of_kind(Finished)) <= before + 2
 
@@ -111,6 +118,7 @@ async def test_a_hot_prefix_is_spread_to_one_more_instance() -> None:
         ({"model": MODEL}, "either `messages` or `tokens`"),
         ({"model": MODEL, "tokens": [1, 2, 3]}, "shorter than one block"),
         ({"model": MODEL, "messages": SYSTEM, "warm": 1000}, "at most 64"),
+        ({"model": MODEL, "messages": SYSTEM, "ttl_s": 59}, "from 60 to 2592000"),
         ({"model": "nobody", "messages": SYSTEM}, "does not exist"),
         ({"model": MODEL, "tokens": "x"}, "cannot be read"),
     ],
@@ -121,7 +129,7 @@ async def test_mistakes_are_explained(body: dict[str, Any], said: str) -> None:
         await rig.instance("a")
         with pytest.raises(HttpError, match=said):
             await ask(rig, "POST", body=body)
-        assert len(rig.process.router.prefixes.registry) == 0
+        assert (await ask(rig, "GET"))["data"] == []
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,7 @@ async def test_what_is_warmed_is_charged_to_its_tenant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("PUT", "/v1/prefixes", 405), ("GET", "/v1/prefixesX", 503), ("PUT", "/v1/prefixes/x", 404)],
+    [("PUT", "/v1/prefixes", 405), ("GET", "/v1/prefixesX", 503), ("PUT", "/v1/prefixes/x", 405)],
 )
 async def test_only_its_own_paths_are_answered(method: str, path: str, status: int) -> None:
     """What only looks like one goes where all unknown paths go: here there is no instance."""

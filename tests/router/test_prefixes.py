@@ -1,67 +1,107 @@
-import pytest
+"""What a router process knows of registered prefixes."""
 
-from router.prefixes import HOT_USES, Full, Options, PrefixRegistry, is_hot
+from __future__ import annotations
+
+import msgspec
+
+from router.prefixes import PrefixRegistry
+from schemas.bus import RegisteredPrefix, TenantPrefixes
 from tests.core.plane_helpers import prompt
 
 
-def test_the_same_prefix_is_referred_to_and_gone_when_all_are_released() -> None:
-    """Each tenant has its own, even of equal prompts."""
+def registered(*texts: int, model: str = "m") -> RegisteredPrefix:
+    """Returns a prefix of these blocks."""
+    hashes = prompt(*texts)
+    return RegisteredPrefix(f"p{hashes[-1]}", model, 40, len(hashes), hashes[-1])
+
+
+def record(version: int, *prefixes: RegisteredPrefix, tenant: str = "a") -> TenantPrefixes:
+    """Returns a tenant's record."""
+    return TenantPrefixes(tenant, version, list(prefixes), [f"c{version}"])
+
+
+def test_what_is_heard_counts_if_it_is_newer() -> None:
+    """And begins a new time."""
     registry = PrefixRegistry()
-    first = registry.add("a", "m", 40, prompt(1), Options())
-    assert registry.add("a", "m", 40, prompt(1), Options(pin=True)) is first
-    other = registry.add("b", "m", 40, prompt(1), Options())
-    assert other is not first
-    assert first.references == 2
-    assert not registry.release(first)
-    assert registry.get("a", first.id) is first
-    assert registry.release(first)
-    assert registry.get("a", first.id) is None
-    assert list(registry.of("b")) == [other]
+    one, two = record(1, registered(1)), record(2, registered(1), registered(2))
+    assert registry.heard(two, 10.0)
+    assert not registry.heard(one, 11.0)
+    assert not registry.heard(two, 12.0)
+    assert registry.record("a") == two
+    assert registry.elapsed_s(two, 15.0) == 5.0
+    assert registry.elapsed_s(one, 15.0) == 0.0
+    assert len(registry) == 2
+    assert registry.record("b") == TenantPrefixes("b")
+    assert not registry.knows("b")
 
 
-def test_registrations_are_bounded_in_all_and_by_tenant() -> None:
-    """Beyond a bound the error says whose it is; what is there can still be referred to."""
-    registry = PrefixRegistry(prefixes_max=3, of_tenant_max=2)
-    known = registry.add("a", "m", 40, prompt(1), Options())
-    registry.add("a", "m", 40, prompt(2), Options())
-    with pytest.raises(Full, match="tenant 'a' has registered 2"):
-        registry.add("a", "m", 40, prompt(3), Options())
-    registry.add("b", "m", 40, prompt(1), Options())
-    with pytest.raises(Full, match="3 prefixes"):
-        registry.add("b", "m", 40, prompt(2), Options())
-    assert registry.add("a", "m", 40, prompt(1), Options()) is known
-
-
-def test_the_bytes_that_are_kept_are_bounded_in_all_and_by_tenant() -> None:
-    """A tenant gets a quarter of them; what is released makes room."""
-    registry = PrefixRegistry(bytes_max=400)
-    first = registry.add("a", "m", 40, prompt(1), Options(), size_bytes=100)
-    with pytest.raises(Full, match="tenant 'a' would exceed 100 bytes"):
-        registry.add("a", "m", 40, prompt(2), Options(), size_bytes=1)
-    for tenant in "bcd":
-        registry.add(tenant, "m", 40, prompt(1), Options(), size_bytes=100)
-    with pytest.raises(Full, match="this router would exceed 400 bytes"):
-        registry.add("e", "m", 40, prompt(1), Options(), size_bytes=1)
-    registry.release(first)
-    registry.add("e", "m", 40, prompt(1), Options(), size_bytes=1)
+def test_what_is_read_counts_even_if_it_is_older() -> None:
+    """A server may come back without its files; but what was heard meanwhile is newer."""
+    registry = PrefixRegistry()
+    assert registry.settled(record(5), 0, 1.0)
+    assert not registry.settled(record(5), 5, 2.0)
+    assert registry.elapsed_s(record(5), 3.0) == 2.0
+    assert registry.settled(record(2), 5, 4.0)
+    assert registry.record("a").version == 2
+    assert registry.heard(record(3), 5.0)
+    assert not registry.settled(record(2), 2, 6.0), "3 came while this was read"
+    assert registry.settled(record(3, registered(1)), 3, 6.0), "another 3 than ours"
 
 
 def test_uses_are_of_prompts_that_begin_with_the_whole_prefix() -> None:
-    """Of the same model only, and only where somebody wants to know."""
+    """The tenant's own, of the same model, each prefix of the prompt's for itself."""
     registry = PrefixRegistry()
-    registry.add("a", "m", 40, prompt(9), Options())
-    assert not registry.watched
-    spread = registry.add("a", "m", 40, prompt(1, 2), Options(spread=True))
-    for model, used in [("m", prompt(1, 2, 3)), ("m", prompt(1)), ("x", prompt(1, 2, 3))]:
-        registry.used(model, used)
-    assert spread.uses == 1
-    assert list(registry.spreading()) == [spread]
-    registry.release(spread)
-    assert not registry.watched
+    short, long, other = registered(1), registered(1, 2), registered(1, 2, model="x")
+    registry.heard(record(1, short, long, other), 0.0)
+    registry.heard(record(1, short, tenant="b"), 0.0)
+    found = [
+        registry.used("a", "m", prompt(1, 2, 3)),
+        registry.used("a", "m", prompt(1, 3)),
+        registry.used("a", "m", prompt(2, 1)),
+        registry.used("a", "x", prompt(1)),
+        registry.used("c", "m", prompt(1)),
+    ]
+    assert found == [[short, long], [short], [], [], []]
+    assert registry.uses("a") == {short.id: 2, long.id: 1}
+    assert registry.uses("b") == registry.uses("c") == {}
 
 
-def test_a_prefix_is_hot_by_its_uses_for_each_holder() -> None:
-    """More holders take more uses; none counts as one."""
-    assert not is_hot(HOT_USES, 1)
-    assert is_hot(HOT_USES + 1, 0)
-    assert not is_hot(2 * HOT_USES, 2)
+def test_uses_are_kept_until_they_are_told() -> None:
+    """Those of prefixes that are gone meanwhile are forgotten."""
+    registry = PrefixRegistry()
+    first, second = registered(1), registered(2)
+    registry.heard(record(1, first, second), 0.0)
+    for hashes in (prompt(1), prompt(2)):
+        registry.used("a", "m", hashes)
+    taken = registry.take_uses("a")
+    assert taken == {first.id: 1, second.id: 1}
+    assert registry.uses("a") == {}
+    registry.used("a", "m", prompt(1))
+    registry.heard(record(2, first), 1.0)
+    registry.give_back("a", taken)
+    assert registry.uses("a") == {first.id: 2}
+    registry.heard(record(3), 2.0)
+    assert registry.uses("a") == {}
+    assert registry.take_uses("b") == {}
+    registry.give_back("b", taken)
+
+
+def test_ages_go_on_but_not_while_the_bus_is_away() -> None:
+    """What is over is not shown, although it still stands in the record."""
+    registry = PrefixRegistry()
+    short = msgspec.structs.replace(registered(1), ttl_s=60.0)
+    registry.heard(record(1, short, registered(2)), 0.0)
+    assert [each.idle_s for each in registry.current("a", 70.0).prefixes] == [70.0, 70.0]
+    assert len(registry.current("a", 80.0).prefixes) == 1
+    registry.skip(20.0)
+    assert len(registry.current("a", 80.0).prefixes) == 2
+    assert registry.get("a", short.id) == short
+
+
+def test_tenants_are_bounded() -> None:
+    """Further ones are not known here, and counted."""
+    registry = PrefixRegistry(tenants_max=1)
+    assert registry.heard(record(1, registered(1)), 0.0)
+    assert not registry.heard(record(1, registered(1), tenant="b"), 0.0)
+    assert (registry.refused, registry.tenants) == (1, ["a"])
+    assert registry.heard(record(2), 0.0)
