@@ -14,9 +14,21 @@ while the client is behind in reading, either: a peer that only sends costs a bo
 `deadline_s` is the one time that matters at present; the server's tick looks at it. While the
 client is behind, it is the moment by which some of the unsent bytes must have gone.
 
-End of input counts as the client leaving, even half-closed: an engine must not work for a client
-that is probably gone, and nothing tells the two apart. (While reading has stopped, leaving shows
-only at the next write; `pipeline_bytes_max` ahead of time is what a client must not send.)
+End of input means that the client has left, or only that it has nothing more to say and waits for
+its answer (RFC 9112, section 9.6). An engine must not work for the one, and the other must have its
+answer. Who means to wait ends its side with the request, before an answer begins; and who has left
+resets the connection as soon as something is sent to it. So the end of input is
+
+- in the middle of an answer: leaving;
+- before it has begun, in HTTP/1.1: a question. `100 Continue` is sent, which says nothing (RFC
+  9110, section 15.2), again whenever the wait has doubled, and a reset is looked for soon and at
+  every tick;
+- before it has begun, in HTTP/1.0, which has nothing to ask with: leaving, unless it came within
+  `half_close_s` of the request;
+- over TLS: leaving.
+
+(While reading has stopped, leaving shows only at the next write; `pipeline_bytes_max` ahead of time
+is what a client must not send.)
 """
 
 from __future__ import annotations
@@ -40,6 +52,10 @@ if TYPE_CHECKING:
 # Requests taken up in one go before other connections get their turn.
 BURST_REQUESTS: Final = 16
 
+# To ask a client on the same site, and for its kernel to answer.
+RESET_S: Final = 0.02
+
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
@@ -67,14 +83,18 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_advancing",
+        "_ask_again_s",
+        "_asked_s",
         "_awaiting",
         "_behind",
         "_body_bytes",
         "_exchange",
+        "_half_closed",
         "_phase",
         "_reader",
         "_reading_paused",
         "_server",
+        "_since_s",
         "_transport",
         "_unsent_bytes",
         "_yielded",
@@ -97,6 +117,10 @@ class ClientConnection(asyncio.Protocol):
         self._yielded = False
         self._reading_paused = False
         self._behind = False
+        self._half_closed = False
+        self._since_s = 0.0  # when the present exchange began, in HTTP/1.0
+        self._asked_s = 0.0
+        self._ask_again_s = 0.0
         self._unsent_bytes = 0
         self.client = ""
         self.deadline_s = math.inf
@@ -131,13 +155,19 @@ class ClientConnection(asyncio.Protocol):
             self._reading_paused = True
             self._transport.pause_reading()
 
-    def eof_received(self) -> None:
-        """End the connection; what was answered in full is still sent."""
+    def eof_received(self) -> bool:
+        """Go on if the client waits for its answer, else end; what was answered is still sent."""
+        if self._may_wait():
+            self._half_closed = True
+            self._server.watch_for_reset(self, RESET_S)
+            self._ask(RESET_S)
+            return True
         busy = self._exchange is not None
         self._enter_closing(self._server.limits.write_stall_s)
         self._lose_exchange()
         if busy:
             self._transport.abort()
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection, and tell a waiting handler that its client is gone."""
@@ -175,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
         self._exchange = None
         if self._body_bytes:
             self._book(0)
-        if not keep_alive:
+        if not keep_alive or (self._half_closed and not self._reader.held_bytes):
             self._close()
             return
         self._phase = _READING
@@ -232,6 +262,36 @@ class ClientConnection(asyncio.Protocol):
         """Close at once, whatever is going on."""
         self._transport.abort()
 
+    def look_for_reset(self, now_s: float) -> None:
+        """End a half-closed connection that its client has reset, or ask whether it is there."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._transport.abort()
+        elif now_s - self._asked_s > self._ask_again_s:
+            self._ask(2 * self._ask_again_s)
+
+    # The end of input.
+
+    def _may_wait(self) -> bool:
+        """Whether a client whose input has ended may be waiting for an answer."""
+        if not self._transport.can_write_eof():
+            return False
+        exchange = self._exchange
+        if exchange is None:  # Whole requests may wait for their turn.
+            return (self._yielded or self._behind) and self._reader.held_bytes > 0
+        if exchange.state is not State.OPEN:
+            return False
+        soon = self._server.clock() - self._since_s <= self._server.limits.half_close_s
+        return exchange.head.http11 or soon
+
+    def _ask(self, again_s: float) -> None:
+        """Send something that means nothing, if that can be, to be reset by whoever has left."""
+        exchange = self._exchange
+        self._asked_s = self._server.now_s
+        self._ask_again_s = again_s
+        if exchange is not None and exchange.state is State.OPEN and exchange.head.http11:
+            self._transport.write(_CONTINUE)
+
     # From requests to exchanges.
 
     def _go_on(self) -> None:
@@ -268,6 +328,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _await_more(self) -> None:
         """Set the deadline for what is missing of the next request, once for each stage of it."""
+        if self._half_closed:
+            self._close()
+            return
         awaiting = self._reader.awaiting
         if not self._book(self._reader.body_bytes) or awaiting == self._awaiting:
             return
@@ -280,7 +343,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self.deadline_s = server.now_s + server.limits.body_time_s
             if self._reader.wants_continue:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._transport.write(_CONTINUE)
 
     def _dispatch(self, head: RequestHead, body: bytes) -> None:
         """Give the handler a whole request."""
@@ -291,6 +354,8 @@ class ClientConnection(asyncio.Protocol):
         self._exchange = exchange
         self._phase = _BUSY
         self._awaiting = None
+        if not head.http11:
+            self._since_s = self._server.clock()
         self.deadline_s = math.inf
         self._server.dispatch(exchange)
 
@@ -339,7 +404,8 @@ class ClientConnection(asyncio.Protocol):
     def _linger(self) -> None:
         """End our side, and read on for a while, lest a reset overtakes the answer."""
         self._enter_closing(self._server.limits.linger_s)
-        if self._transport.is_closing() or not self._transport.can_write_eof():
+        one_way = self._half_closed or not self._transport.can_write_eof()
+        if one_way or self._transport.is_closing():
             self._transport.close()
         else:
             self._transport.write_eof()

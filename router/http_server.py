@@ -57,6 +57,7 @@ class ServerStats:
         requests: handed to the handler.
         refused: answered without the handler: malformed, too large, too slow, too many.
         clients_gone: left before their answer was complete.
+        clients_half_closed: ended their own side, and waited for their answer.
         write_stalls: dropped for not reading their answer.
         handler_errors: the handler raised.
         loop_lag_s: how late the last tick ran: how long the event loop was busy with other things.
@@ -64,6 +65,7 @@ class ServerStats:
 
     __slots__ = (
         "clients_gone",
+        "clients_half_closed",
         "connections",
         "connections_refused",
         "handler_errors",
@@ -79,6 +81,7 @@ class ServerStats:
         self.requests = 0
         self.refused = 0
         self.clients_gone = 0
+        self.clients_half_closed = 0
         self.write_stalls = 0
         self.handler_errors = 0
         self.loop_lag_s = 0.0
@@ -91,6 +94,7 @@ class HttpServer:
         limits: see `router.limits`.
         stats: see `ServerStats`.
         heads: parses request heads for all connections.
+        clock: gives the time in seconds.
         now_s: the clock as of the last tick; what deadlines are set from.
         idle_deadline_s: until when a connection that turns idle now is kept.
         draining: whether `stop` has been called.
@@ -111,8 +115,9 @@ class HttpServer:
         self.draining = False
         self.buffered_bytes = 0
         self._handler = handler
-        self._clock = clock
+        self.clock = clock
         self._connections: set[ClientConnection] = set()
+        self._half_closed: set[ClientConnection] = set()
         self._per_client: dict[str, int] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -177,7 +182,7 @@ class HttpServer:
                 await asyncio.sleep(HANDSHAKE_S)
         while self._listeners:
             self._listeners.pop().close()
-        self.idle_deadline_s = self._clock() + self.limits.drain_idle_s
+        self.idle_deadline_s = self.clock() + self.limits.drain_idle_s
         for connection in tuple(self._connections):
             connection.drain(self.idle_deadline_s)
         try:
@@ -213,6 +218,7 @@ class HttpServer:
     def forget(self, connection: ClientConnection) -> None:
         """Count a closed connection out."""
         self._connections.discard(connection)
+        self._half_closed.discard(connection)
         left = self._per_client[connection.client] - 1
         if left:
             self._per_client[connection.client] = left
@@ -224,6 +230,12 @@ class HttpServer:
     def soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` after the other connections have had their turn."""
         self._loop.call_soon(callback)
+
+    def watch_for_reset(self, connection: ClientConnection, first_s: float) -> None:
+        """Let a connection look for a reset, in `first_s` and then at every tick."""
+        self.stats.clients_half_closed += 1
+        self._half_closed.add(connection)
+        self._loop.call_later(first_s, self._look_for_reset, connection)
 
     def dispatch(self, exchange: Exchange) -> None:
         """Give an exchange to the handler, and answer for it if it raises."""
@@ -242,12 +254,18 @@ class HttpServer:
         """Look at every connection's deadline, and come back in a while."""
         self._tick_handle = self._loop.call_later(self.limits.tick_s, self._tick)
         due_s = self.now_s + self.limits.tick_s
-        now_s = self.now_s = self._clock()
+        now_s = self.now_s = self.clock()
         limits = self.limits
         self.idle_deadline_s = now_s + (
             limits.drain_idle_s if self.draining else limits.idle_time_s
         )
         self.stats.loop_lag_s = max(0.0, now_s - due_s)
+        for connection in tuple(self._half_closed):
+            connection.look_for_reset(self.now_s)
         overdue = [c for c in self._connections if c.deadline_s <= now_s]
         for connection in overdue:
             connection.on_deadline(now_s)
+
+    def _look_for_reset(self, connection: ClientConnection) -> None:
+        if connection in self._half_closed:
+            connection.look_for_reset(self.now_s)

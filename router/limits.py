@@ -35,6 +35,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
         body_time_s: blank line to the body's last byte; past it: 408.
         idle_time_s: between requests, and before the first one; past it: close.
         write_stall_s: a client that has unsent bytes and takes none for this long is dropped.
+        half_close_s: after its request, how long a client of HTTP/1.0 that waits for the answer may
+            take to end its own side; who does so later has left.
         linger_s: after a refusal, how long what the client still sends is read and dropped, so that
             the answer is not lost to a reset.
         drain_idle_s: on a graceful stop, how long an idle connection may still bring a request.
@@ -54,6 +56,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_time_s: float = 120.0
     idle_time_s: float = 75.0
     write_stall_s: float = 60.0
+    half_close_s: float = 0.1
     linger_s: float = 2.0
     drain_idle_s: float = 1.0
     tls_handshake_s: float = 10.0

@@ -391,7 +391,8 @@ async def test_broken_answer_without_framing_is_reset() -> None:
 @on_uvloop
 async def test_client_that_leaves_stops_the_engine(mode: Mode, version: bytes) -> None:
     """Streamed or not, when the client goes the engine's connection closes at once."""
-    async with Rig(Behaviour(mode=mode), Behaviour()) as rig:
+    limits = ServerLimits(half_close_s=1e-9, tick_s=0.02)
+    async with Rig(Behaviour(mode=mode), Behaviour(), server=limits) as rig:
         client = await rig.connect()
         client.send(b"GET /v1 HTTP/%b\r\nHost: t\r\n\r\n" % version)
         await until(lambda: rig.engines[0].requests)
