@@ -2,8 +2,9 @@
 
     python -m bench.queue [--json]
 
-With 10,000 requests of 16 tenants waiting, each step lets one more wait and sends one on, under
-every order; prefix hits, deadlines, costs and groups are random. Predictions are made for 1,000
+With 10,000 requests of 16 tenants waiting for one of 256 instances, each step lets one more wait
+and sends one on where a place has become free, under every order; prefix hits and who has them,
+deadlines, costs and groups are random. Predictions are made for 1,000
 waiting requests in one batch, by trees as large as the predictor publishes, from circumstances to
 places in the queue. Times are of this thread's CPU, and of each percentile the least of all rounds
 counts: what else the machine does is not ours.
@@ -19,6 +20,7 @@ import json
 import platform
 import random
 import sys
+from collections.abc import Callable
 from time import thread_time_ns
 
 import msgspec
@@ -26,6 +28,7 @@ import numpy as np
 
 from controlplane.core.forest import DEPTH_MAX
 from controlplane.core.latency import FEATURES, Circumstances, Estimator
+from controlplane.core.openings import Hits, Openings
 from controlplane.core.queue import AdmissionQueue
 from controlplane.core.queue_lines import ORDERS, QueueConfig, Service, Waiting
 from schemas.bus import LatencyModel, TreeSet
@@ -34,6 +37,8 @@ STEP_P99_US_MAX = 200.0
 BATCH_MS_MAX = 10.0
 
 WAITING, TENANTS = 10_000, 16
+INSTANCES = 256
+_POPULAR = [random.Random(n).getrandbits(INSTANCES) for n in range(60)]
 PREDICTED = 1_000
 TREES = 60
 ROUNDS, STEPS = 5, 2_000
@@ -49,6 +54,13 @@ class Cell(msgspec.Struct):
     missed: str = ""
 
 
+def _hits(rng: random.Random, tokens: int) -> Hits:
+    """Return a prefix that many have, some of it with its session's instance alone."""
+    shared = rng.randrange(tokens)
+    popular = shared // 2, rng.choice(_POPULAR)
+    return (shared, 1 << rng.randrange(INSTANCES)), popular
+
+
 def _request(rng: random.Random, number: int) -> tuple[Waiting, Service]:
     tokens = rng.randrange(16, 32_000)
     waiting = Waiting(
@@ -58,7 +70,7 @@ def _request(rng: random.Random, number: int) -> tuple[Waiting, Service]:
         weight=1.0 + number % 3,
         ttft_by_s=number / 1000.0 + rng.choice((1.0, 5.0, 20.0)),
         tokens=tokens,
-        hit_tokens=rng.randrange(tokens),
+        hits=_hits(rng, tokens),
         size_bytes=4 * tokens,
         group=rng.randrange(WAITING // 8),
     )
@@ -77,8 +89,8 @@ def steps(order: str, waiting: int, count: int, rounds: int) -> Cell:
     """Measure letting one wait and sending one on, together."""
     best = np.full(2, np.inf)
     rng = random.Random(order)
-    queue = _filled(order, waiting, rng)
-    number = waiting
+    queue, opens = _filled(order, waiting, rng), _one_place(rng)
+    number, left = waiting, 0
     gc.collect()
     gc.freeze()
     for _ in range(rounds):
@@ -88,18 +100,28 @@ def steps(order: str, waiting: int, count: int, rounds: int) -> Cell:
             number += 1
             begin = thread_time_ns()
             queue.add(waits, service)
-            taken = queue.take(_everybody, number / 1000.0)
+            taken = queue.take(opens, number / 1000.0)
+            if taken is not None:
+                queue.went(taken.group, 1)
             times.append(thread_time_ns() - begin)
-            assert taken is not None
+            left += taken is None
         best = np.minimum(best, np.percentile(times, (50, 99)) / 1e3)
     gc.unfreeze()
+    assert left < rounds * count // 10, "nearly every step sends one on"
     p50_us, p99_us = best.tolist()
     missed = f"p99 {p99_us:.0f} µs > {STEP_P99_US_MAX:.0f}" if p99_us > STEP_P99_US_MAX else ""
     return Cell(f"enqueue + dispatch, {order}", waiting, p50_us, p99_us, missed)
 
 
-def _everybody(_: object) -> bool:
-    return True
+def _one_place(rng: random.Random) -> Callable[[object], Openings]:
+    """Return rooms with a place on one instance, another every time; the others are full."""
+    everybody = (1 << INSTANCES) - 1
+
+    def opens(_: object) -> Openings:
+        one = 1 << rng.randrange(INSTANCES)
+        return Openings(one, everybody ^ one, place_s=0.25, token_s=1e-4)
+
+    return opens
 
 
 def _trees(rng: np.random.Generator) -> TreeSet:
@@ -127,9 +149,7 @@ def predictions(count: int, rounds: int) -> Cell:
         ]
         begin = thread_time_ns()
         services = estimator.predict(found)
-        queue.refresh(
-            (w, service, w.hit_tokens) for w, service in zip(waiting, services, strict=True)
-        )
+        queue.refresh((w, service, w.hits) for w, service in zip(waiting, services, strict=True))
         times.append(thread_time_ns() - begin)
     quick = np.array(times).reshape(rounds, -1) / 1e3
     p50_us, p99_us = np.percentile(quick, (50, 99), axis=1).min(axis=1).tolist()

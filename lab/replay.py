@@ -26,6 +26,7 @@ import numpy as np
 from controlplane.core.decision import RouteRequest
 from controlplane.core.detector_writes import Message
 from controlplane.core.dispatch import Ticket
+from controlplane.core.fleet import Instance
 from lab.baselines import OracleTtft
 from lab.block_pool import BlockPool
 from lab.engine_types import Output, Request, StepResult
@@ -212,7 +213,7 @@ class Replay:
 
     def _send(
         self, position: int, request: Request, asked: RouteRequest, waited_s: float = 0.0
-    ) -> None:
+    ) -> Instance:
         """Decide on a request and hand it to its instance."""
         router = self.routers[position % len(self.routers)]
         ticket = router.route(asked, waited_s)
@@ -221,12 +222,13 @@ class Replay:
         self._instance[position] = chosen
         self._open[request.request_id] = _Open(position, router, ticket, waited_s)
         self.instances[chosen].add(request)
+        return ticket.decision.instance
 
-    def _released(self, guest: Guest) -> None:
+    def _released(self, guest: Guest) -> Instance:
         position = guest.position
         waited_s = self._agenda.now_s - self._trace.requests[position].at_s
         self._wait_s[position] = waited_s
-        self._send(position, guest.prompt, guest.request, waited_s)
+        return self._send(position, guest.prompt, guest.request, waited_s)
 
     def _refused(self, guest: Guest) -> None:
         self._shed[guest.position] = True
@@ -252,7 +254,8 @@ class Replay:
             if self._queues:
                 took_s = now_s - asked.at_s - request.waited_s
                 queue = self._queues[position % len(self._queues)]
-                queue.ended(request.ttft_s - request.waited_s, took_s)
+                new_tokens = request.ticket.decision.new_tokens
+                queue.ended(request.ttft_s - request.waited_s, took_s, new_tokens)
 
     # --- messages
 

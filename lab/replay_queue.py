@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from controlplane.core.decision import RouteRequest
+from controlplane.core.fleet import Instance
 from controlplane.core.latency import Estimator
 from controlplane.core.outlook import LOOK_S, Outlook
 from controlplane.core.plane import Plane
@@ -73,15 +74,15 @@ class SimQueue:
         config: QueueConfig,
         plane: Plane,
         agenda: Agenda,
-        send: Callable[[Guest], None],
+        send: Callable[[Guest], Instance],
         shed: Callable[[Guest], None],
     ) -> None:
         self.queue = AdmissionQueue(config)
         self.counts: Counter[str] = Counter()
-        self._room = Room(plane.fleet, plane.ledger, plane.config.batch_cap)
-        self._best_hit = plane.requests.best_hit
         self._estimator = Estimator()
-        self._outlook = Outlook(self.queue, self._room, self._estimator, self._best_hit)
+        self._room = Room(plane.fleet, plane.ledger, plane.config.batch_cap, self._estimator)
+        self._hits = plane.requests.hits
+        self._outlook = Outlook(self.queue, self._room, self._estimator, self._hits)
         self._agenda = agenda
         self._send = send
         self._shed = shed
@@ -90,7 +91,8 @@ class SimQueue:
     def hold(self, guest: Guest, budget_s: float) -> bool:
         """Keep a request that has come, or refuse it; False if it may go on."""
         queue, request, now_s = self.queue, guest.request, self._agenda.now_s
-        if not len(queue) and self._room(request.lora):
+        openings = None if len(queue) else self._room(request.lora)
+        if openings is not None and not openings.full:
             return False
         waiting = Waiting(
             guest,
@@ -98,9 +100,11 @@ class SimQueue:
             lane=request.lora,
             ttft_by_s=now_s + budget_s,
             tokens=request.prompt_tokens,
-            hit_tokens=self._best_hit(request),
+            hits=self._hits(request),
             group=group_of(request.hashes, request.prompt_tokens, request.block_size),
         )
+        if openings is not None and not queue.waits(waiting, openings):
+            return False
         displaced = queue.add(waiting, self._estimator.roughly())
         if displaced is not None:
             self._turn_away(displaced, "full")
@@ -109,9 +113,9 @@ class SimQueue:
             self._look_soon()
         return True
 
-    def ended(self, ttft_s: float, total_s: float) -> None:
+    def ended(self, ttft_s: float, total_s: float, new_tokens: int) -> None:
         """Note that a booking has ended, and what the request took from when it was sent."""
-        self._estimator.observe(ttft_s, total_s)
+        self._estimator.observe(ttft_s, total_s, new_tokens)
         if not self._freed and len(self.queue):
             self._freed = True
             self._agenda.at(self._agenda.now_s, self._drain_freed)
@@ -127,7 +131,10 @@ class SimQueue:
             if waiting is None:
                 return
             self.counts["queue:sent"] += 1
-            self._send(waiting.payload)
+            instance = self._send(waiting.payload)
+            slot = instance.slots.get(0)
+            if slot is not None:
+                self.queue.went(waiting.group, 1 << slot)
 
     def _look_soon(self) -> None:
         if not self._looking and len(self.queue):

@@ -48,7 +48,17 @@ class Wait:
     """
 
     __slots__ = (
-        *("_leader", "_room", "_routing", "_sent_s", "budget", "degraded", "held_s", "pinned"),
+        *(
+            "_leader",
+            "_new_tokens",
+            "_room",
+            "_routing",
+            "_sent_s",
+            "budget",
+            "degraded",
+            "held_s",
+            "pinned",
+        ),
         *("service", "waited_s"),
     )
 
@@ -65,6 +75,7 @@ class Wait:
         self._room = room
         self._leader: Leader | None = None
         self._sent_s: float | None = None
+        self._new_tokens = 0
 
     # --- as its room sees it
 
@@ -149,7 +160,8 @@ class Wait:
         """Note where the request goes."""
         self._sent_s = now_s
         instance_id = decision.instance.record.instance_id
-        self._leader = self._room.sent(self, instance_id, decision.new_tokens, now_s)
+        self._new_tokens = decision.new_tokens
+        self._leader = self._room.sent(self, instance_id, self._new_tokens, now_s)
 
     def computed(self, now_s: float) -> None:
         """Note that the prompt is computed: the answer has begun."""
@@ -178,5 +190,5 @@ class Wait:
             self.computed(now_s)
             if ttft_s is not None:
                 ttft_s = None if attempts else max(ttft_s - (sent_s - self.started_s), 0.0)
-            self._room.ended(self.service, ttft_s, now_s - sent_s)
+            self._room.ended(self.service, ttft_s, now_s - sent_s, self._new_tokens)
         self.failed(now_s)

@@ -4,9 +4,10 @@ Theory of operation. One room a model. A request that is ready to be sent is sho
 first, which either lets it go on at once or keeps it:
 
     hold ── shares a new prefix with one under way ──> follows (`controlplane.core.coalesce`)
-      │ └── every eligible instance is at its cap ──> queued  (`controlplane.core.queue`)
-      └── goes on                                       │ └── its client leaves, it is overdue, it
-                                                        │     would be late, it is displaced
+      │ └── every eligible instance is at its cap, or the one that has its prefix is, and a place
+      │     there is near ──> queued  (`controlplane.core.queue`)
+      └── goes on               │ └── its client leaves, it is overdue, would be late, is displaced
+                                │
         freed (a booking ended) ──> the next in order goes on
 
 While anybody waits the room looks around every `LOOK_S`: it predicts services anew in one batch,
@@ -20,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Final, Protocol
 
 from controlplane.core.coalesce import CoalesceConfig, Coalescer, Follower, Leader
@@ -124,11 +125,11 @@ class WaitingRoom:
         self._plane = served.plane
         self._model = served.model
         self._metrics = metrics
-        self._room = Room(served.plane.fleet, served.plane.ledger, served.plane.config.batch_cap)
+        plane = served.plane
+        self._room = Room(plane.fleet, plane.ledger, plane.config.batch_cap, self.estimator)
         self._outlook: Outlook | None = None
         if self.queue is not None:
-            best_hit = served.plane.requests.best_hit
-            self._outlook = Outlook(self.queue, self._room, self.estimator, best_hit)
+            self._outlook = Outlook(self.queue, self._room, self.estimator, plane.requests.hits)
         self._places: dict[Guest, Waiting | Follower] = {}
         self._loop = asyncio.get_running_loop()
         self._looking: asyncio.TimerHandle | None = None
@@ -163,9 +164,14 @@ class WaitingRoom:
 
     def _enqueue(self, guest: Guest, now_s: float) -> bool:
         queue = self.queue
-        if queue is None or (not len(queue) and self._room(guest.request.lora)):
+        if queue is None:
+            return False
+        openings = None if len(queue) else self._room(guest.request.lora)
+        if openings is not None and not openings.full:
             return False
         waiting = self._waiting(guest, now_s)
+        if openings is not None and not queue.waits(waiting, openings):
+            return False
         roughly = self.estimator.roughly()
         displaced = queue.add(waiting, roughly)
         if displaced is not None:
@@ -187,11 +193,9 @@ class WaitingRoom:
             ttft_by_s=guest.started_s + budget.ttft_s,
             total_by_s=guest.started_s + budget.total_s,
             tokens=request.prompt_tokens,
-            hit_tokens=self._plane.requests.best_hit(request),
+            hits=self._plane.requests.hits(request),
             size_bytes=len(guest.exchange.body),
-            group=group_of(
-                request.hashes, request.prompt_tokens, request.block_size, _owner(guest)
-            ),
+            group=_group(guest),
         )
 
     def _keep(self, guest: Guest, place: Waiting | Follower, now_s: float) -> None:
@@ -265,6 +269,9 @@ class WaitingRoom:
 
     def sent(self, guest: Guest, instance_id: str, new_tokens: int, now_s: float) -> Leader | None:
         """Let a request that was just sent lead those that will share its prefix."""
+        slot = self._slot(instance_id)
+        if self.queue is not None and len(self.queue) and slot is not None:
+            self.queue.went(_group(guest), 1 << slot)
         if self.coalescer is None:
             return None
         leader, released = self.coalescer.lead(
@@ -318,9 +325,12 @@ class WaitingRoom:
             self.drain(now_s)
 
     def _holds(self, instance_id: str, key: int) -> bool:
-        instance = self._plane.fleet.get(instance_id)
-        slot = None if instance is None else instance.slots.get(0)
+        slot = self._slot(instance_id)
         return slot is not None and self._plane.index.holds(slot, key)
+
+    def _slot(self, instance_id: str) -> int | None:
+        instance = self._plane.fleet.get(instance_id)
+        return None if instance is None else instance.slots.get(0)
 
     def refresh(self, now_s: float) -> None:
         """Predict anew, and give up who is overdue or beyond hope."""
@@ -356,13 +366,15 @@ class WaitingRoom:
 
     # --- learning
 
-    def ended(self, service: Service | None, ttft_s: float | None, total_s: float) -> None:
+    def ended(
+        self, service: Service | None, ttft_s: float | None, total_s: float, new_tokens: int
+    ) -> None:
         """Note what a request took that ended well, from when it was sent."""
         if service is not None and service.total_p99_s > 0:
             self.total.add(service.total_s, service.total_p99_s, total_s)
             if ttft_s is not None:
                 self.ttft.add(service.ttft_s, service.ttft_p99_s, ttft_s)
-        self.estimator.observe(ttft_s, total_s)
+        self.estimator.observe(ttft_s, total_s, new_tokens)
 
     def stop(self) -> None:
         """Refuse whoever still waits, and look around no more."""
@@ -399,3 +411,9 @@ class WaitingRoom:
 def _owner(guest: Guest) -> str:
     """Return whose requests alone this one may share work with; "" if everybody's."""
     return guest.tenant.name if guest.tenant.isolated else ""
+
+
+def _group(guest: Guest) -> Hashable:
+    """Return what is equal for requests that serve each other's prefix; None for none."""
+    request = guest.request
+    return group_of(request.hashes, request.prompt_tokens, request.block_size, _owner(guest))

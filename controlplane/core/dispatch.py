@@ -26,6 +26,7 @@ from controlplane.core.decision import added, holders_of
 from controlplane.core.fleet import Fleet, Instance
 from controlplane.core.index import NO_MATCH, Match, PrefixIndex, usable_blocks
 from controlplane.core.load import Booking, Ledger
+from controlplane.core.openings import Hits, hits_of
 from controlplane.core.outbox import Outbox
 from controlplane.core.policies import READS_CONTEXT, make_policy
 from controlplane.core.promises import Promises
@@ -265,13 +266,20 @@ class Dispatcher:
         Args:
             promises: count what is promised, too.
         """
+        known = self._known(request, promises)
+        return 0 if known is None else int(known.max())
+
+    def hits(self, request: RouteRequest) -> Hits:
+        """Return how much of a prompt which instances have or promise."""
+        return hits_of(self._known(request, True), self._fleet.slots[0])
+
+    def _known(self, request: RouteRequest, promises: bool) -> IntArray | None:
+        """Return (rows,) tokens of a prompt that each instance has; None where nobody has any."""
         if not len(self._fleet):
-            return 0
+            return None
         _, hits = self._hits(request)
         counted = promises and self.promises is not None
-        promised = self._promised(request, hits) if counted else None
-        known = added(hits, promised)
-        return 0 if known is None else int(known.max())
+        return added(hits, self._promised(request, hits) if counted else None)
 
     # --- booking
 

@@ -134,6 +134,40 @@ class Observed:
         return self.mean + SIGMAS * self.sigma
 
 
+class Trend:
+    """How much a time grows with a size: the slope of a line, the latest pairs weighing most.
+
+    Args:
+        memory: pairs after which one weighs 1/e of the latest.
+        pairs_min: so many are needed to say anything.
+    """
+
+    __slots__ = ("_count", "_covariance", "_mean", "_memory", "_pairs_min", "_size", "_variance")
+
+    def __init__(self, memory: int = 1000, pairs_min: int = 32) -> None:
+        self._memory = memory
+        self._pairs_min = pairs_min
+        self._count = 0
+        self._size = self._mean = self._variance = self._covariance = 0.0
+
+    def add(self, size: float, value: float) -> None:
+        """Observe."""
+        self._count += 1
+        weight = 1.0 / min(self._count, self._memory)
+        larger, longer = size - self._size, value - self._mean
+        self._size += weight * larger
+        self._mean += weight * longer
+        self._variance = (1.0 - weight) * (self._variance + weight * larger * larger)
+        self._covariance = (1.0 - weight) * (self._covariance + weight * larger * longer)
+
+    @property
+    def slope(self) -> float:
+        """Time for one more of the size; 0 while there is nothing to tell it from."""
+        if self._count < self._pairs_min or self._variance <= 0.0:
+            return 0.0
+        return max(self._covariance / self._variance, 0.0)
+
+
 class Recent:
     """Latencies of late, as a feature: means over about the last 32 requests of one router."""
 
@@ -219,6 +253,7 @@ class Estimator:
     Attributes:
         ttft_s: times to the first byte observed here.
         total_s: times to the end, likewise.
+        token_s: how the first grow with the tokens to be computed.
         recent: of late, as features.
         learnt: the newest model; None if there is none.
     """
@@ -226,15 +261,22 @@ class Estimator:
     def __init__(self) -> None:
         self.ttft_s = Observed()
         self.total_s = Observed()
+        self.token_s = Trend()
         self.recent = Recent()
         self.learnt: Learnt | None = None
         self._confirmed_at = 0
         self._tenants: dict[str, float] = {}
 
-    def observe(self, ttft_s: float | None, total_s: float) -> None:
-        """Note that a request has ended well, so long after it was sent."""
+    def observe(self, ttft_s: float | None, total_s: float, new_tokens: int | None = None) -> None:
+        """Note that a request has ended well, so long after it was sent.
+
+        Args:
+            new_tokens: of its prompt, that had to be computed; None if nobody knows.
+        """
         if ttft_s is not None:
             self.ttft_s.add(ttft_s)
+            if new_tokens is not None:
+                self.token_s.add(new_tokens, ttft_s)
         self.total_s.add(total_s)
         self.recent.add(ttft_s, total_s)
 

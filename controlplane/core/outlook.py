@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from controlplane.core.decision import RouteRequest
 from controlplane.core.latency import Circumstances, Estimator
+from controlplane.core.openings import Hits
 from controlplane.core.queue import AdmissionQueue
 from controlplane.core.queue_lines import Service, Waiting
 from controlplane.core.room import FleetLoad, Room
@@ -46,7 +47,7 @@ class Outlook:
     """Looks at one queue, whose payloads are `Asker`s.
 
     Args:
-        best_hit: returns the longest prefix of a prompt, in tokens, that any instance has.
+        hits: returns how much of a prompt which instances have.
 
     Attributes:
         estimator: says how long requests take.
@@ -57,12 +58,12 @@ class Outlook:
         queue: AdmissionQueue,
         room: Room,
         estimator: Estimator,
-        best_hit: Callable[[RouteRequest], int],
+        hits: Callable[[RouteRequest], Hits],
     ) -> None:
         self.estimator = estimator
         self._queue = queue
         self._room = room
-        self._best_hit = best_hit
+        self._hits = hits
         self._turn = self._matched = 0
 
     def renew(self) -> None:
@@ -74,10 +75,10 @@ class Outlook:
         first = self._turn % count
         self._turn = first + PREDICTED_MAX
         chosen = list(islice(queue, first, first + PREDICTED_MAX))
-        hits = [each.hit_tokens for each in chosen]
+        hits = [each.hits for each in chosen]
         for place in range(min(len(chosen), MATCHED_MAX)):
             place = (self._matched + place) % len(chosen)
-            hits[place] = self._best_hit(chosen[place].payload.request)
+            hits[place] = self._hits(chosen[place].payload.request)
         self._matched += MATCHED_MAX
         busy = self._room.load()
         found = self.estimator.predict([self._circumstances(each, busy) for each in chosen])

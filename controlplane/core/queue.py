@@ -27,14 +27,15 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
+from controlplane.core.openings import Hits, Openings
 from controlplane.core.queue_lines import TOLERATED_TOKENS, Line, QueueConfig, Service, Waiting
 
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 300.0
 RATE_DISPATCHES = 64
 """How many of the latest dispatches the drain rate is taken over."""
 
-Open = Callable[[Hashable], bool]
-"""Says whether some instance has room for a lane."""
+Open = Callable[[Hashable], Openings | None]
+"""Says which instances have room for a lane; None if none has."""
 
 
 class DrainRate:
@@ -68,35 +69,36 @@ class _Tenant:
         self.deficit = 0.0
         self.in_turn = False
 
-    def choose(self, opened: dict[Hashable, bool], is_open: Open) -> Waiting | None:
+    def choose(
+        self, opened: dict[Hashable, Openings | None], is_open: Open, now_s: float
+    ) -> Waiting | None:
         """Return whose turn it is among the lanes that have room: the most urgent, the oldest."""
         best: Waiting | None = None
         for lane, line in self.lines.items():
             if lane not in opened:
                 opened[lane] = is_open(lane)
-            if opened[lane]:
-                found = line.choose()
-                if best is None or (found.start_by_s, found.number) < (
-                    best.start_by_s,
-                    best.number,
-                ):
-                    best = found
+            openings = opened[lane]
+            found = None if openings is None else line.choose(openings, now_s)
+            if found is None:
+                continue
+            if best is None or (found.start_by_s, found.number) < (best.start_by_s, best.number):
+                best = found
         return best
 
 
 class _Group:
-    """Requests that share their prefix; `served` once one of them was."""
+    """Requests that share their prefix; `went` is the mask of where one of them was sent."""
 
-    __slots__ = ("members", "served")
+    __slots__ = ("members", "went")
 
     def __init__(self) -> None:
         self.members: dict[int, Waiting] = {}
-        self.served = False
+        self.went = 0
 
     def move_up(self, member: Waiting) -> None:
         """Let a member count as having its prefix computed. Only for one that is in no line."""
-        if self.served:
-            member.grouped_tokens = max(member.tokens - TOLERATED_TOKENS, 0)
+        if self.went:
+            member.grouped = (max(member.tokens - TOLERATED_TOKENS, 0), self.went)
 
 
 class AdmissionQueue:
@@ -224,24 +226,27 @@ class AdmissionQueue:
     # --- serving
 
     def take(self, is_open: Open, now_s: float) -> Waiting | None:
-        """Take out whose turn it is; None if no lane that has anybody waiting has room.
+        """Take out whose turn it is; None if nobody has room, or all are held that were looked at.
+
+        The caller says where it was sent (`went`).
 
         Complexity: O(log n) for one tenant, O(tenants) in all.
         """
-        opened: dict[Hashable, bool] = {}
+        opened: dict[Hashable, Openings | None] = {}
         if len(self._ring) == 1:
-            chosen = self._ring[0].choose(opened, is_open)
+            chosen = self._ring[0].choose(opened, is_open, now_s)
         else:
-            chosen = self._next_in_round(opened, is_open)
+            chosen = self._next_in_round(opened, is_open, now_s)
         if chosen is None:
             return None
         self._tenants[chosen.tenant].lines[chosen.lane].served(chosen)
         self._removed(chosen)
         self.rate.note(now_s)
-        self._move_up(chosen)
         return chosen
 
-    def _next_in_round(self, opened: dict[Hashable, bool], is_open: Open) -> Waiting | None:
+    def _next_in_round(
+        self, opened: dict[Hashable, Openings | None], is_open: Open, now_s: float
+    ) -> Waiting | None:
         """Return who is served next by deficit round robin, charged to its tenant."""
         able: dict[str, Waiting] = {}
         quantum = self.config.quantum_tokens
@@ -249,7 +254,7 @@ class AdmissionQueue:
             for tenant in self._ring:
                 waiting = able.get(tenant.name)
                 if waiting is None and turn == 0:
-                    waiting = tenant.choose(opened, is_open)
+                    waiting = tenant.choose(opened, is_open, now_s)
                 if waiting is None:
                     continue
                 able[tenant.name] = waiting
@@ -282,29 +287,41 @@ class AdmissionQueue:
         while self._ring[0] is not tenant:
             self._ring.rotate(-1)
 
-    def _move_up(self, served: Waiting) -> None:
-        """Let those who share the prefix of one just served be served soon, too."""
-        group = self._groups.get(served.group) if served.group is not None else None
-        if group is None:
+    def went(self, group: Hashable, mask: int) -> None:
+        """Let those who share the prefix of one that was just sent be served soon, too.
+
+        Args:
+            group: of the one that was sent.
+            mask: where to.
+        """
+        found = self._groups.get(group) if group is not None else None
+        if found is None:
             return
-        group.served = True
-        for member in list(islice(group.members.values(), self.config.regroup_max)):
-            if not member.grouped_tokens:
-                self._tenants[member.tenant].lines[member.lane].rekey(member, group.move_up)
+        found.went |= mask
+        for member in list(islice(found.members.values(), self.config.regroup_max)):
+            if member.grouped[1] != found.went:
+                self._tenants[member.tenant].lines[member.lane].rekey(member, found.move_up)
+
+    def waits(self, newcomer: Waiting, openings: Openings) -> bool:
+        """Whether one that could go at once should wait for an instance that is full."""
+        if not self.config.holds or not openings.full:
+            return False
+        here = newcomer.affinity_tokens(openings.open)
+        return openings.worth_waiting_s(newcomer.hits, here, {}) > 0.0
 
     # --- time
 
-    def refresh(self, found: Iterable[tuple[Waiting, Service, int]]) -> None:
+    def refresh(self, found: Iterable[tuple[Waiting, Service, Hits]]) -> None:
         """Take new predictions and prefix hits of requests that wait.
 
         Complexity: O(n log n) for the lines concerned, whole lines being sorted at once.
         """
         lines: dict[int, Line] = {}
-        for waiting, service, hit_tokens in found:
+        for waiting, service, hits in found:
             if waiting not in self:
                 continue
             waiting.expect(service, self.config.patience_s)
-            waiting.hit_tokens = hit_tokens
+            waiting.hits = hits
             if waiting.group is not None:
                 self._groups[waiting.group].move_up(waiting)
             line = self._tenants[waiting.tenant].lines[waiting.lane]

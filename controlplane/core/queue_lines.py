@@ -4,7 +4,15 @@
     edf        least slack: the one whose latest start comes first (`Waiting.start_by_s`)
     klpm       the oldest, then k − 1 times the longest prefix hit, and so on (k-LPM)
     edf+klpm   the most urgent, then k − 1 times the longest prefix hit among those whose latest
-               start is within `band_s` of the most urgent one's, and so on
+               start is within `band_s` of the most urgent one's, or within a tenth of its slack,
+               and so on
+
+A hit is what counts where a request would go: on the instances that have room now. With k > 1 the
+last two orders pick the pair, then: they pass over a request that would find less there than on an
+instance that is full, while a place on that one is expected sooner than the difference could be
+computed (`openings`). Its *hold* begins when it is first passed over at its turn, and lasts as long
+as computing the difference would take, `hold_s_max` at most; it is never held so long that it would
+be late. If all that were looked at are held, the place stays empty.
 
 How long a request can be passed over, in dispatches of its line (one tenant's requests of one
 kind), where n are before it when it comes:
@@ -12,29 +20,41 @@ kind), where n are before it when it comes:
 - `fcfs`: n.
 - `edf`: n, and one for each that comes before its own latest start: a latest start is never before
   the arrival, so who comes later than that is behind it.
-- `klpm`: k · (n + 1), since every k-th dispatch is the oldest's.
-- `edf+klpm`: k · (n' + 1), n' as for `edf`: every k-th dispatch is the most urgent one's.
+- `klpm`: k · (n + 1), since every k-th dispatch is the oldest's, and those during its hold.
+- `edf+klpm`: k · (n' + 1), n' as for `edf`, since every k-th dispatch is the most urgent one's, and
+  those during its hold.
 
 A request without a budget has `patience_s` for one: it becomes urgent like all others.
 
-Source: k-LPM is arXiv 2502.04677; slack is deadline − now − predicted service time, of which `now`
-is the same for all.
+Source: k-LPM is arXiv 2502.04677, where one instance serves all; slack is deadline − now −
+predicted service time, of which `now` is the same for all. To pass over for a while who would lose
+its data is delay scheduling (Zaharia et al., EuroSys 2010).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, get_args
 
 import msgspec
 from sortedcontainers import SortedList
 
+from controlplane.core.openings import Hits, Openings, hit_on
+from controlplane.core.queue_hits import HitLines
+
 Order = Literal["fcfs", "edf", "klpm", "edf+klpm"]
 ORDERS: tuple[str, ...] = get_args(Order)
 
 _INFINITY = float("inf")
+
+HELD_MAX = 8
+"""So many that are held are passed over for one dispatch, at some microseconds each."""
+
+BAND_SHARE = 0.1
+"""The band of `edf+klpm` as a share of the most urgent one's slack, where that is more than
+`band_s`: of those that are not urgent the hit decides."""
 
 
 class QueueConfig(msgspec.Struct, frozen=True):
@@ -50,6 +70,7 @@ class QueueConfig(msgspec.Struct, frozen=True):
         wait_s_max: nobody waits longer.
         patience_s: budget, for the order alone, of requests that have none.
         quantum_tokens: what a tenant of weight 1 may have prefilled in a round.
+        hold_s_max: how long a request may be passed over for an instance that is full; 0 for never.
         regroup_max: members of a group that are moved up at once when one of it is served; the
             rest follow at the next refresh.
     """
@@ -63,7 +84,8 @@ class QueueConfig(msgspec.Struct, frozen=True):
     wait_s_max: float = 60.0
     patience_s: float = 30.0
     quantum_tokens: int = 4096
-    regroup_max: int = 8
+    hold_s_max: float = 5.0
+    regroup_max: int = 4
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.
@@ -79,9 +101,14 @@ class QueueConfig(msgspec.Struct, frozen=True):
         for name in ("wait_s_max", "patience_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive: {getattr(self, name)}")
-        for name in ("band_s", "regroup_max"):
+        for name in ("band_s", "hold_s_max", "regroup_max"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+
+    @property
+    def holds(self) -> bool:
+        """Whether a request may be passed over for an instance that is full."""
+        return "klpm" in self.order and self.k > 1 and self.hold_s_max > 0
 
 
 TOLERATED_TOKENS = 3
@@ -128,7 +155,7 @@ UNKNOWN = Service()
 
 
 class Waiting:
-    """One request that waits; its line's order is kept by `number`, `start_by_s`, `hit_tokens`.
+    """One request that waits; its line's order is kept by `number`, `start_by_s`, `hits`.
 
     Args:
         payload: whatever the caller wants back.
@@ -137,6 +164,7 @@ class Waiting:
         ttft_by_s: when its first byte is due, in the caller's clock; infinite if never.
         total_by_s: when its end is due, likewise.
         tokens: prompt tokens, for its tenant's share.
+        hits: how much of it which instances have, as last looked.
         size_bytes: of its body.
         group: equal for requests that serve each other's prefix; None for none.
 
@@ -145,15 +173,15 @@ class Waiting:
         start_by_s: latest start that meets its deadlines with the predicted p99.
         hope_until_s: when it is given up: its latest start, or, if that was never to be met, the
             latest start that meets its deadlines with the predicted mean.
-        hit_tokens: the longest prefix that some instance has of it, as last looked.
-        grouped_tokens: the prefix of it that one of its group has just had computed; it moves this
-            one up, and counts as a hit nowhere.
+        grouped: the prefix of it that one of its group has just had computed, and where, as a
+            level of hits; it moves this one up, and counts as a hit nowhere else.
+        held_s: when its hold began; infinite before.
         service: what was predicted last.
         looks: how often it was found beyond hope.
     """
 
     __slots__ = (
-        *("arrived_s", "group", "grouped_tokens", "hit_tokens", "hope_until_s", "lane", "looks"),
+        *("arrived_s", "group", "grouped", "held_s", "hits", "hope_until_s", "lane", "looks"),
         *("number", "payload", "service", "size_bytes", "start_by_s", "tenant", "tokens"),
         *("total_by_s", "ttft_by_s", "weight"),
     )
@@ -169,7 +197,7 @@ class Waiting:
         ttft_by_s: float = _INFINITY,
         total_by_s: float = _INFINITY,
         tokens: int = 1,
-        hit_tokens: int = 0,
+        hits: Hits = (),
         size_bytes: int = 0,
         group: Hashable = None,
     ) -> None:
@@ -181,8 +209,9 @@ class Waiting:
         self.ttft_by_s = ttft_by_s
         self.total_by_s = total_by_s
         self.tokens = tokens
-        self.hit_tokens = hit_tokens
-        self.grouped_tokens = 0
+        self.hits = hits
+        self.grouped = (0, 0)
+        self.held_s = _INFINITY
         self.size_bytes = size_bytes
         self.group = group
         self.number = -1
@@ -196,9 +225,19 @@ class Waiting:
         return self.ttft_by_s < _INFINITY or self.total_by_s < _INFINITY
 
     @property
-    def affinity_tokens(self) -> int:
-        """How much of its prompt it is likely to find computed."""
-        return max(self.hit_tokens, self.grouped_tokens)
+    def hit_tokens(self) -> int:
+        """The longest prefix that any instance has of it."""
+        return self.hits[0][0] if self.hits else 0
+
+    @property
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """How much of its prompt it is likely to find computed, and where: its group's included."""
+        return (*self.hits, self.grouped) if self.grouped[0] else self.hits
+
+    def affinity_tokens(self, mask: int) -> int:
+        """How much of its prompt it is likely to find computed on the best of some instances."""
+        hit, (grouped, where) = hit_on(self.hits, mask), self.grouped
+        return grouped if grouped > hit and where & mask else hit
 
     @property
     def cost_tokens(self) -> int:
@@ -226,18 +265,20 @@ class Waiting:
 class Line:
     """The requests of one tenant and lane, in the configured order.
 
-    Complexity: add, discard and choose are O(log n), choose of `edf+klpm` looks at up to
-    `band_requests_max` besides.
+    Complexity: add, discard and choose are O(log n), choose besides looks at the masks that several
+    instances share (`klpm`) or up to `band_requests_max` requests (`edf+klpm`), and at up to
+    `HELD_MAX` that are held.
     """
 
-    __slots__ = ("_by_hit", "_by_urgency", "_config", "_turn", "_waiting")
+    __slots__ = ("_by_hit", "_by_urgency", "_config", "_holds", "_turn", "_waiting")
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
+        self._holds = config.holds
         self._turn = 0
         self._waiting: OrderedDict[int, Waiting] = OrderedDict()
         self._by_urgency: Any = SortedList() if "edf" in config.order else None
-        self._by_hit: Any = SortedList() if config.order == "klpm" else None
+        self._by_hit = HitLines() if config.order == "klpm" else None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -252,7 +293,7 @@ class Line:
         if self._by_urgency is not None:
             self._by_urgency.add((waiting.start_by_s, number))
         if self._by_hit is not None:
-            self._by_hit.add((-waiting.affinity_tokens, number))
+            self._by_hit.add(number, waiting.levels)
 
     def discard(self, waiting: Waiting) -> None:
         """Take a request out that is in."""
@@ -261,48 +302,99 @@ class Line:
         if self._by_urgency is not None:
             self._by_urgency.remove((waiting.start_by_s, number))
         if self._by_hit is not None:
-            self._by_hit.remove((-waiting.affinity_tokens, number))
+            self._by_hit.discard(number, waiting.levels)
 
     def rekey(self, waiting: Waiting, change: Callable[[Waiting], None]) -> None:
         """Let `change` alter the affinity of a request that is in."""
         if self._by_hit is not None:
-            self._by_hit.remove((-waiting.affinity_tokens, waiting.number))
+            self._by_hit.discard(waiting.number, waiting.levels)
         change(waiting)
         if self._by_hit is not None:
-            self._by_hit.add((-waiting.affinity_tokens, waiting.number))
+            self._by_hit.add(waiting.number, waiting.levels)
 
     def rebuild(self) -> None:
         """Sort anew after keys have changed in place: faster than one by one if most have."""
+        values = self._waiting.values()
         if self._by_urgency is not None:
-            self._by_urgency = SortedList((w.start_by_s, w.number) for w in self._waiting.values())
+            self._by_urgency = SortedList((w.start_by_s, w.number) for w in values)
         if self._by_hit is not None:
-            self._by_hit = SortedList(
-                (-w.affinity_tokens, w.number) for w in self._waiting.values()
-            )
+            self._by_hit = HitLines((w.number, w.levels) for w in values)
 
     @property
     def newest(self) -> Waiting:
         """Who came last."""
         return self._waiting[next(reversed(self._waiting))]
 
-    def choose(self) -> Waiting:
-        """Return whose turn it is; changes nothing."""
-        config, waiting = self._config, self._waiting
-        first = self._turn % config.k == 0
-        if config.order == "fcfs" or (first and config.order == "klpm"):
-            return waiting[next(iter(waiting))]
-        if config.order == "klpm":
-            return waiting[self._by_hit[0][1]]
-        start_by_s, number = self._by_urgency[0]
-        if first or config.order == "edf":
-            return waiting[number]
-        best = waiting[number]
-        for within_s, number in islice(self._by_urgency, 1, config.band_requests_max):
-            if within_s > start_by_s + config.band_s:
+    def choose(self, openings: Openings, now_s: float) -> Waiting | None:
+        """Return whose turn it is; None if everybody that was looked at is held.
+
+        Changes nothing but that holds begin.
+        """
+        config = self._config
+        chosen: Waiting | None = None
+        if "klpm" in config.order and self._turn % config.k:
+            by_hit = self._by_hit is not None
+            chosen = (self._longest if by_hit else self._longest_near)(openings, now_s)
+        return self._foremost(openings, now_s) if chosen is None else chosen
+
+    def _foremost(self, openings: Openings, now_s: float) -> Waiting | None:
+        """Return the oldest, or the most urgent, of those that are not held."""
+        if not self._holds or not openings.full:
+            return next(self._in_order())
+        ahead: dict[int, int] = {}
+        for waiting in islice(self._in_order(), HELD_MAX):
+            hit = waiting.affinity_tokens(openings.open)
+            if not self._held(waiting, hit, openings, ahead, now_s):
+                return waiting
+            waiting.held_s = min(waiting.held_s, now_s)
+        return None
+
+    def _in_order(self) -> Iterator[Waiting]:
+        if self._by_urgency is None:
+            return iter(self._waiting.values())
+        return (self._waiting[number] for _, number in self._by_urgency)
+
+    def _longest(self, openings: Openings, now_s: float) -> Waiting | None:
+        """Return who finds most where there is room and is not held; None if nobody finds any."""
+        assert self._by_hit is not None
+        ahead: dict[int, int] = {}
+        longest = self._by_hit.longest(openings.open)
+        for less, number in islice(longest, HELD_MAX):
+            waiting = self._waiting[number]
+            if not self._held(waiting, -less, openings, ahead, now_s):
+                return waiting
+        return None
+
+    def _longest_near(self, openings: Openings, now_s: float) -> Waiting | None:
+        """Return the same of those that are about as urgent as the most urgent."""
+        config = self._config
+        most_s: float = self._by_urgency[0][0]
+        until_s = most_s + max(config.band_s, BAND_SHARE * (most_s - now_s))
+        best, best_hit, ahead = None, -1, dict[int, int]()
+        for start_by_s, number in islice(self._by_urgency, config.band_requests_max):
+            if start_by_s > until_s:
                 break
-            if waiting[number].affinity_tokens > best.affinity_tokens:
-                best = waiting[number]
+            waiting = self._waiting[number]
+            hit = waiting.affinity_tokens(openings.open)
+            if hit > best_hit and not self._held(waiting, hit, openings, ahead, now_s):
+                best, best_hit = waiting, hit
         return best
+
+    def _held(
+        self,
+        waiting: Waiting,
+        hit: int,
+        openings: Openings,
+        ahead: dict[int, int],
+        now_s: float,
+    ) -> bool:
+        """Whether a request that finds so much where there is room waits for who has more."""
+        if not self._holds or not openings.full or waiting.hit_tokens <= hit:
+            return False
+        worth_s = openings.worth_waiting_s(waiting.hits, hit, ahead)
+        if not worth_s or now_s + worth_s >= waiting.start_by_s:
+            return False
+        return now_s - waiting.held_s < min(worth_s, self._config.hold_s_max)
 
     def served(self, waiting: Waiting) -> None:
         """Take out whose turn it was, and let the next turn come."""
@@ -316,4 +408,4 @@ class Line:
         if self._by_urgency is not None:
             assert list(self._by_urgency) == sorted((w.start_by_s, w.number) for w in values)
         if self._by_hit is not None:
-            assert list(self._by_hit) == sorted((-w.affinity_tokens, w.number) for w in values)
+            assert self._by_hit.same_as(HitLines((w.number, w.levels) for w in values))

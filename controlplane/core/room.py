@@ -7,7 +7,9 @@ from collections.abc import Hashable
 import numpy as np
 
 from controlplane.core.fleet import Fleet
+from controlplane.core.latency import Estimator
 from controlplane.core.load import Ledger
+from controlplane.core.openings import ANYWHERE, Openings, mask_of
 from controlplane.core.scoring import BoolArray, without_those_that_leave_nobody
 
 
@@ -33,24 +35,43 @@ class Room:
 
     The same filters as a decision's, kind like those, so that a decision made when there is room
     finds it.
+
+    Args:
+        estimator: tells how soon places become free, and what a prompt token takes.
     """
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, batch_cap: int | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        batch_cap: int | None,
+        estimator: Estimator | None = None,
+    ) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._batch_cap = batch_cap
+        self._estimator = estimator
 
-    def __call__(self, lane: Hashable) -> bool:
-        """Say whether an eligible instance is below its cap, or there is nobody to wait for."""
-        count = len(self._fleet)
+    def __call__(self, lane: Hashable) -> Openings | None:
+        """Return who has room, or `ANYWHERE` if nobody is to be waited for; None if nobody has."""
+        count, cap = len(self._fleet), self._batch_cap
         lora = lane if isinstance(lane, str) else None
-        if self._batch_cap is None or not count or not self._fleet.leaves_anybody(lora):
-            return True
-        below: BoolArray = self._ledger.batch[:count] < self._batch_cap
+        if cap is None or not count or not self._fleet.leaves_anybody(lora):
+            return ANYWHERE
+        below: BoolArray = self._ledger.batch[:count] < cap
         if not below.any():
-            return False
+            return None
         eligible = self._eligible(lora)
-        return bool(below.any() if eligible is None else (below & eligible).any())
+        if eligible is None:
+            eligible = np.ones(count, np.bool_)
+        able = below & eligible
+        if not able.any():
+            return None
+        slots, estimator = self._fleet.slots[0], self._estimator
+        place_s = token_s = 0.0
+        if estimator is not None:
+            place_s, token_s = estimator.total_s.mean / cap, estimator.token_s.slope
+        return Openings(mask_of(able, slots), mask_of(eligible & ~below, slots), place_s, token_s)
 
     def _eligible(self, lora: str | None) -> BoolArray | None:
         fleet = self._fleet

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from controlplane.core.openings import ANYWHERE, Hits
 from controlplane.core.queue import AdmissionQueue
 from controlplane.core.queue_lines import QueueConfig, Service, Waiting
 
@@ -63,7 +64,7 @@ def serve(jobs: Sequence[Job], config: QueueConfig, tokens_per_s: float) -> Admi
             one = _waiting(job, last)
             if queue.add(one, Service(ttft_p99_s=job.tokens / tokens_per_s)) is not one:
                 members.setdefault(job.group, []).append(one)
-        taken = queue.take(lambda _: True, now_s)
+        taken = queue.take(lambda _: ANYWHERE, now_s)
         assert taken is not None
         job = taken.payload
         now_s += (job.tokens - (job.shared_tokens if job.group == last else 0)) / tokens_per_s
@@ -82,8 +83,12 @@ def _waiting(job: Job, last: int) -> Waiting:
         weight=job.weight,
         ttft_by_s=job.at_s + job.budget_s,
         tokens=job.tokens,
-        hit_tokens=job.shared_tokens if job.group == last else 0,
+        hits=_hits(job, job.group == last),
     )
+
+
+def _hits(job: Job, is_hit: bool) -> Hits:
+    return ((job.shared_tokens, 1),) if is_hit and job.shared_tokens else ()
 
 
 def _turn(queue: AdmissionQueue, members: dict[int, list[Waiting]], last: int, new: int) -> None:
@@ -91,9 +96,7 @@ def _turn(queue: AdmissionQueue, members: dict[int, list[Waiting]], last: int, n
     found = []
     for group, is_hit in ((last, False), (new, True)):
         members[group] = [one for one in members.get(group, ()) if one in queue]
-        found += [
-            (one, one.service, one.payload.shared_tokens if is_hit else 0) for one in members[group]
-        ]
+        found += [(one, one.service, _hits(one.payload, is_hit)) for one in members[group]]
     queue.refresh(found)
 
 

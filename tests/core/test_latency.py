@@ -1,4 +1,5 @@
 import math
+import random
 import statistics
 
 import msgspec
@@ -12,6 +13,7 @@ from controlplane.core.latency import (
     Circumstances,
     Estimator,
     Observed,
+    Trend,
     head_hash,
     rows_of,
 )
@@ -120,3 +122,26 @@ def test_calibration_counts_what_stayed_within_the_p99() -> None:
     assert calibration.count == 5
     assert calibration.within == 0.75
     assert calibration.error_s == pytest.approx((0.5 + 0.5 + 1.5 + 0.5) / 4)
+
+
+def test_a_trend_is_the_slope_of_what_was_observed_late() -> None:
+    """It says nothing before it has seen enough, or of sizes that are all alike."""
+    rng = random.Random(3)
+    trend, flat = Trend(memory=100, pairs_min=10), Trend(pairs_min=10)
+    for slope in (5.0, 0.5):
+        for number in range(600):
+            size = rng.uniform(0.0, 10.0)
+            trend.add(size, 1.0 + slope * size + rng.gauss(0.0, 0.1))
+            flat.add(4.0, size)
+            if slope == 5.0 and number < 9:
+                assert trend.slope == 0.0
+    assert trend.slope == pytest.approx(0.5, abs=0.05)
+    assert flat.slope == 0.0
+
+
+def test_a_trend_never_falls() -> None:
+    """More tokens never take less time, whatever chance has it."""
+    trend = Trend(pairs_min=2)
+    for size in range(10):
+        trend.add(size, -size)
+    assert trend.slope == 0.0

@@ -1,7 +1,10 @@
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controlplane.core.openings import ANYWHERE, Hits, Openings
 from controlplane.core.queue import RETRY_S_MAX, RETRY_S_MIN, AdmissionQueue, DrainRate
 from controlplane.core.queue_lines import (
     ORDERS,
@@ -15,9 +18,14 @@ from controlplane.core.queue_lines import (
 from tests.core.plane_helpers import BLOCK, prompt
 
 
-def everybody(_: object) -> bool:
-    """Every lane has room."""
-    return True
+def everybody(_: object) -> Openings:
+    """Every instance has room, for every lane."""
+    return ANYWHERE
+
+
+def somewhere(tokens: int, mask: int = 1) -> Hits:
+    """Hits of so many tokens."""
+    return ((tokens, mask),) if tokens else ()
 
 
 def add(queue: AdmissionQueue, name: str, at_s: float = 0.0, **fields: object) -> Waiting:
@@ -50,7 +58,7 @@ def test_within_the_band_a_longer_hit_goes_first_and_beyond_it_does_not() -> Non
     """`edf+klpm` looks no further than `band_s` behind the most urgent."""
     queue = AdmissionQueue(QueueConfig("edf+klpm", 2, band_s=1.0))
     for name, due_s, hit in [("a", 5.0, 0), ("b", 5.1, 10), ("c", 5.9, 90), ("d", 7.0, 99)]:
-        add(queue, name, ttft_by_s=due_s, tokens=100, hit_tokens=hit)
+        add(queue, name, ttft_by_s=due_s, tokens=100, hits=somewhere(hit))
     assert names(queue) == ["a", "c", "b", "d"]
 
 
@@ -68,7 +76,7 @@ def test_nobody_is_passed_over_beyond_the_stated_bound(
     queue = AdmissionQueue(QueueConfig(order, k, band_s=5.0))  # type: ignore[arg-type]
 
     def come(at_s: float, what: tuple[float, int]) -> Waiting:
-        return add(queue, "x", at_s, ttft_by_s=at_s + what[0], tokens=100, hit_tokens=what[1])
+        return add(queue, "x", at_s, ttft_by_s=at_s + what[0], tokens=100, hits=somewhere(what[1]))
 
     ahead = [come(0.0, what) for what in before]
     poor = come(0.0, (10.0, 0))
@@ -113,10 +121,14 @@ def test_lanes_without_room_are_passed_over() -> None:
     queue = AdmissionQueue(QueueConfig("fcfs"))
     add(queue, "adapter", lane="lora")
     add(queue, "plain")
-    taken = queue.take(lambda lane: lane is None, 0.0)
+
+    def plain_only(lane: object) -> Openings | None:
+        return ANYWHERE if lane is None else None
+
+    taken = queue.take(plain_only, 0.0)
     assert taken is not None
     assert taken.payload == "plain"
-    assert queue.take(lambda lane: lane is None, 0.0) is None
+    assert queue.take(plain_only, 0.0) is None
     assert names(queue) == ["adapter"]
 
 
@@ -183,7 +195,7 @@ def test_the_hopeless_are_given_up_after_two_more_looks() -> None:
     one = add(queue, "x", ttft_by_s=1.0, service=Service(ttft_s=0.2, ttft_p99_s=0.5))
     assert queue.hopeless(0.4, looks_max=2) == []
     assert queue.hopeless(0.6, looks_max=2) == []
-    queue.refresh([(one, Service(ttft_s=0.1, ttft_p99_s=0.2), 0)])
+    queue.refresh([(one, Service(ttft_s=0.1, ttft_p99_s=0.2), ())])
     assert queue.hopeless(0.7, looks_max=2) == [], "there is hope again"
     assert queue.hopeless(0.9, looks_max=2) == []
     assert queue.hopeless(0.95, looks_max=2) == [one]
@@ -232,13 +244,15 @@ def test_a_group_is_served_together_and_its_sharing_counts_as_no_hit() -> None:
     """One that follows its group's first keeps its cost and its hit; only its place changes."""
     queue = AdmissionQueue(QueueConfig("klpm", 2))
     add(queue, "a", tokens=100, group="g")
-    add(queue, "b", tokens=100, hit_tokens=50)
+    add(queue, "b", tokens=100, hits=somewhere(50))
     twin = add(queue, "c", tokens=100, group="g")
     assert names(queue, 1) == ["a"]
-    assert (twin.affinity_tokens, twin.hit_tokens, twin.cost_tokens) == (97, 0, 100)
+    queue.went("g", 2)
+    assert (twin.affinity_tokens(2), twin.affinity_tokens(1)) == (97, 0), "where the first is"
+    assert (twin.hit_tokens, twin.cost_tokens) == (0, 100)
     assert names(queue, 1) == ["c"]
     late = add(queue, "d", tokens=100, group="g")
-    assert late.affinity_tokens == 0, "the group has gone; what it left is a matter of real hits"
+    assert late.affinity_tokens(2) == 0, "the group has gone; what it left is a matter of real hits"
 
 
 def test_a_large_group_moves_up_at_the_next_refresh() -> None:
@@ -246,7 +260,110 @@ def test_a_large_group_moves_up_at_the_next_refresh() -> None:
     queue = AdmissionQueue(QueueConfig("klpm", 2, regroup_max=2))
     members = [add(queue, str(n), tokens=100, group="g") for n in range(5)]
     names(queue, 1)
-    assert [one.grouped_tokens for one in members[1:]] == [97, 97, 0, 0]
-    queue.refresh([(one, UNKNOWN, 0) for one in members[1:]])
-    assert [one.grouped_tokens for one in members[1:]] == [97] * 4
+    queue.went("g", 1)
+    queue.went("nobody's", 1)
+    assert [one.grouped for one in members[1:]] == [(97, 1), (97, 1), (0, 0), (0, 0)]
+    queue.refresh([(one, UNKNOWN, ()) for one in members[1:]])
+    assert [one.grouped for one in members[1:]] == [(97, 1)] * 4
+    queue.check()
+
+
+# --- pairs
+
+
+A, B, C = 1, 2, 4
+"""Instances."""
+TOKEN_S = 0.001
+
+
+def full_but(mask: int, place_s: float = 0.1) -> Callable[[object], Openings]:
+    """Some of three instances have room; computing 1,000 tokens takes a second."""
+    return lambda _: Openings(mask, (A | B | C) & ~mask, place_s, TOKEN_S)
+
+
+def test_a_hit_counts_where_there_is_room() -> None:
+    """The longest prefix goes first among those that the open instance has, not of all."""
+    for order in ("klpm", "edf+klpm"):
+        queue = AdmissionQueue(QueueConfig(order, hold_s_max=0.0))
+        add(queue, "oldest", tokens=900)
+        add(queue, "elsewhere", tokens=900, hits=((800, A), (10, A | B)))
+        add(queue, "here", tokens=900, hits=((100, B),))
+        taken = [queue.take(full_but(B), 0.0) for _ in range(3)]
+        assert [one and one.payload for one in taken] == ["oldest", "here", "elsewhere"]
+
+
+def test_who_would_lose_its_prefix_waits_for_its_holder() -> None:
+    """For as long as computing it would take; others go meanwhile, and it goes once A has room."""
+    queue = AdmissionQueue(QueueConfig("klpm"))
+    holder = add(queue, "holder", tokens=900, hits=somewhere(800, A))
+    cold = add(queue, "cold", tokens=900)
+    assert queue.take(full_but(B), 0.0) is cold
+    assert queue.take(full_but(B), 0.7) is None, "its place stays empty"
+    assert queue.take(full_but(A), 0.7) is holder
+    again = add(queue, "again", 1.0, tokens=900, hits=somewhere(800, A))
+    assert queue.take(full_but(B), 1.0) is None
+    assert queue.take(full_but(B), 1.81) is again, "its hold is over"
+
+
+def test_nobody_is_held_where_a_place_is_far_or_a_deadline_near() -> None:
+    """A place that comes later than the prefix could be computed is not worth waiting for."""
+    queue = AdmissionQueue(QueueConfig("klpm"))
+    far = add(queue, "far", tokens=900, hits=somewhere(800, A))
+    assert queue.take(full_but(B, place_s=0.9), 0.0) is far
+    due = add(queue, "due", tokens=900, hits=somewhere(800, A), ttft_by_s=0.7)
+    assert queue.take(full_but(B), 0.0) is due
+    either = add(queue, "either", tokens=900, hits=somewhere(800, A | C))
+    assert queue.take(full_but(B, place_s=0.9), 0.0) is None, "one of two has a place sooner"
+    assert queue.take(full_but(A), 0.0) is either
+    for order in ("fcfs", "edf"):
+        strict = AdmissionQueue(QueueConfig(order))
+        first = add(strict, "first", tokens=900, hits=somewhere(800, A))
+        assert strict.take(full_but(B), 0.0) is first, "these orders pick nobody by hits"
+
+
+def test_those_ahead_for_the_same_place_count() -> None:
+    """With a place every 0.3 s two may wait to save 0.8 s; the third goes."""
+    queue = AdmissionQueue(QueueConfig("klpm"))
+    three = [add(queue, str(n), tokens=900, hits=somewhere(800, A)) for n in range(3)]
+    assert queue.take(full_but(B, place_s=0.3), 0.0) is three[2]
+    assert queue.take(full_but(B, place_s=0.3), 0.0) is None
+
+
+def test_a_newcomer_waits_for_its_holder_though_others_have_room() -> None:
+    """So it would if it was passed over; with nobody full, or an order without hits, it goes."""
+    for order, waits in (("klpm", True), ("edf+klpm", True), ("fcfs", False), ("edf", False)):
+        queue = AdmissionQueue(QueueConfig(order))  # type: ignore[arg-type]
+        newcomer = Waiting("x", 0.0, tokens=900, hits=somewhere(800, A))
+        assert queue.waits(newcomer, full_but(B)(None)) is waits
+        assert not queue.waits(newcomer, full_but(A | B)(None))
+        assert not queue.waits(newcomer, ANYWHERE)
+    assert not AdmissionQueue(QueueConfig("klpm", 1)).waits(newcomer, full_but(B)(None))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    order=st.sampled_from(["klpm", "edf+klpm"]),
+    k=st.integers(2, 4),
+    before=st.lists(st.integers(0, 1), max_size=6),
+    hold_s_max=st.sampled_from([0.3, 1.0, 5.0]),
+)
+def test_holds_add_no_more_than_their_bound(
+    order: str, k: int, before: list[int], hold_s_max: float
+) -> None:
+    """Where its holder never has room, a request leaves by its turn, or by its hold's end."""
+    config = QueueConfig(order, k, hold_s_max=hold_s_max)  # type: ignore[arg-type]
+    queue = AdmissionQueue(config)
+    for number, held in enumerate(before):
+        add(queue, str(number), tokens=3000, hits=somewhere(2000, A if held else B))
+    poor = add(queue, "poor", tokens=3000, hits=somewhere(2000, A))
+    turns_after, now_s = 0, 0.0
+    for _ in range(2000):
+        add(queue, "rich", now_s, tokens=3000, hits=somewhere(2500, B))
+        if queue.take(full_but(B), now_s) is poor:
+            break
+        turns_after += now_s - poor.held_s >= hold_s_max
+        now_s += 0.02
+    else:
+        raise AssertionError("it starved")
+    assert turns_after <= k * (len(before) + 1)
     queue.check()

@@ -1,9 +1,12 @@
+from itertools import accumulate
+from operator import or_
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from controlplane.core.openings import Hits, Openings
 from controlplane.core.queue import AdmissionQueue
 from controlplane.core.queue_lines import ORDERS, QueueConfig, Service, Waiting
 from tests.models.naive_queue import NaiveQueue
@@ -11,6 +14,19 @@ from tests.models.naive_queue import NaiveQueue
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 LANES = (None, "lora")
 INFINITY = float("inf")
+MASKS = [(-1, 0), (1, 6), (2, 5), (4, 3), (3, 4), (0, 7), (5, 0)]
+"""Who has room, and who is full, of three instances."""
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> Hits:
+    """Draws hits: the fewer tokens, the more instances have them."""
+    depths = sorted(draw(st.sets(st.integers(1, 400), max_size=3)), reverse=True)
+    masks = accumulate(draw(st.lists(st.integers(1, 7), min_size=3, max_size=3)), or_)
+    return tuple(zip(depths, masks, strict=False))
+
+
+HITS = nested()
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -30,7 +46,7 @@ class QueueMachine(RuleBasedStateMachine):
         lane=st.sampled_from(LANES),
         budget_s=st.sampled_from([INFINITY, 0.5, 1.0, 4.0]),
         tokens=st.integers(1, 500),
-        hit=st.integers(0, 400),
+        hits=HITS,
         size=st.integers(0, 200),
         group=st.sampled_from([None, None, 1, 2]),
     )
@@ -45,7 +61,7 @@ class QueueMachine(RuleBasedStateMachine):
             lane=drawn["lane"],
             ttft_by_s=self.now_s + drawn["budget_s"],
             tokens=drawn["tokens"],
-            hit_tokens=min(drawn["hit"], drawn["tokens"] - 1),
+            hits=drawn["hits"],
             size_bytes=drawn["size"],
             group=drawn["group"],
         )
@@ -61,21 +77,31 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.real.cancel(one)
         assert not self.real.cancel(one)
 
-    @rule(is_open=st.sampled_from([{None, "lora"}, {None}, {"lora"}, set()]))
-    def take(self, is_open: set[Any]) -> None:
-        """An instance has room."""
-        expected = self.naive.take(is_open.__contains__)
-        assert self.real.take(is_open.__contains__, self.now_s) is expected
+    @rule(
+        lanes=st.sampled_from([{None, "lora"}, {None}, {"lora"}, set()]),
+        masks=st.sampled_from(MASKS),
+        place_s=st.sampled_from([0.0, 0.05, 0.2]),
+        token_s=st.sampled_from([0.0, 0.001, 0.01]),
+    )
+    def take(self, lanes: set[Any], masks: tuple[int, int], place_s: float, token_s: float) -> None:
+        """Some instances have room, others are full."""
+        openings = Openings(*masks, place_s, token_s)
+
+        def room(lane: Any) -> Openings | None:
+            return openings if lane in lanes else None
+
+        expected = self.naive.take(room, self.now_s)
+        taken = self.real.take(room, self.now_s)
+        assert taken is expected
+        if taken is not None and masks[0] > 0:
+            self.real.went(taken.group, masks[0] & -masks[0])
 
     @rule(data=st.data())
     def refresh(self, data: st.DataObject) -> None:
         """Predictions and hits change."""
         seconds = st.floats(0.0, 2.0)
         self.real.refresh(
-            [
-                (one, Service(0.1, data.draw(seconds)), data.draw(st.integers(0, one.tokens)))
-                for one in self.naive.waiting
-            ]
+            [(one, Service(0.1, data.draw(seconds)), data.draw(HITS)) for one in self.naive.waiting]
         )
 
     @rule(passed_s=st.sampled_from([0.01, 0.3, 30.0]))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from controlplane.core.queue_lines import QueueConfig, Waiting
+from controlplane.core.openings import Openings
+from controlplane.core.queue_lines import BAND_SHARE, HELD_MAX, QueueConfig, Waiting
+
+
+def found(one: Waiting, mask: int) -> int:
+    """Returns how much of its prompt a request finds on the best of some instances."""
+    return max((tokens for tokens, holders in one.levels if holders & mask), default=0)
 
 
 class NaiveQueue:
@@ -56,38 +62,79 @@ class NaiveQueue:
         if not any((each.tenant, each.lane) == (gone.tenant, gone.lane) for each in self.waiting):
             self.turns.pop((gone.tenant, gone.lane), None)
 
-    def choose(self, tenant: str, lane: Hashable) -> Waiting:
-        """Returns whose turn it is in one line."""
+    def choose(
+        self, tenant: str, lane: Hashable, openings: Openings, now_s: float
+    ) -> Waiting | None:
+        """Returns whose turn it is in one line; None if those that count are held."""
         line = [each for each in self.waiting if (each.tenant, each.lane) == (tenant, lane)]
         first = self.turns.get((tenant, lane), 0) % self.config.k == 0
         order = self.config.order
-        urgent = sorted(line, key=lambda w: (w.start_by_s, w.number))
-        if order == "edf" or (order == "edf+klpm" and first):
-            return urgent[0]
-        if order == "fcfs" or first:
-            return min(line, key=lambda w: w.number)
-        if order == "klpm":
-            return min(line, key=lambda w: (-w.affinity_tokens, w.number))
-        limit_s = urgent[0].start_by_s + self.config.band_s
-        near = [w for w in urgent[: self.config.band_requests_max] if w.start_by_s <= limit_s]
-        return max(near, key=lambda w: w.affinity_tokens)
+        ordered = sorted(line, key=lambda w: (w.start_by_s if "edf" in order else 0, w.number))
+        if "klpm" in order and not first:
+            chosen = self._longest(ordered, openings, now_s)
+            if chosen is not None:
+                return chosen
+        if not self.config.holds:
+            return ordered[0]
+        ahead: list[int] = []
+        for one in ordered[:HELD_MAX]:
+            if not self._is_held(one, openings, ahead, now_s):
+                return one
+            one.held_s = min(one.held_s, now_s)
+        return None
 
-    def take(self, is_open: Callable[[Hashable], bool]) -> Waiting | None:
+    def _longest(self, ordered: list[Waiting], openings: Openings, now_s: float) -> Waiting | None:
+        """Returns who finds most where there is room, looking at one after the other."""
+        ahead: list[int] = []
+        if self.config.order == "klpm":
+            by_hit = sorted(ordered, key=lambda w: (-found(w, openings.open), w.number))
+            hitting = [w for w in by_hit if found(w, openings.open)]
+            able = (w for w in hitting[:HELD_MAX] if not self._is_held(w, openings, ahead, now_s))
+            return next(able, None)
+        most_s = ordered[0].start_by_s
+        limit_s = most_s + max(self.config.band_s, BAND_SHARE * (most_s - now_s))
+        best = None
+        for one in ordered[: self.config.band_requests_max]:
+            if one.start_by_s > limit_s:
+                break
+            better = best is None or found(one, openings.open) > found(best, openings.open)
+            if better and not self._is_held(one, openings, ahead, now_s):
+                best = one
+        return best
+
+    def _is_held(self, one: Waiting, openings: Openings, ahead: list[int], now_s: float) -> bool:
+        """Whether it waits for a full instance; `ahead` lists what those before it wait for."""
+        here = found(one, openings.open)
+        for tokens, mask in one.hits:
+            full = [bit for bit in range(8) if (mask & openings.full) >> bit & 1]
+            if tokens <= here or not full:
+                continue
+            worth_s = (tokens - here) * openings.token_s
+            wanted = mask & openings.full
+            if (ahead.count(wanted) + 1) * openings.place_s < worth_s * len(full):
+                ahead.append(wanted)
+                in_time = now_s + worth_s < one.start_by_s
+                return in_time and now_s - one.held_s < min(worth_s, self.config.hold_s_max)
+        return False
+
+    def take(self, room: Callable[[Hashable], Openings | None], now_s: float) -> Waiting | None:
         """Takes out whose turn it is, letting rounds pass one at a time."""
         able: list[tuple[str, Waiting]] = []
         for tenant in self.ring:
             lanes = {each.lane for each in self.waiting if each.tenant == tenant}
-            heads = [self.choose(tenant, lane) for lane in lanes if is_open(lane)]
+            opened = [(lane, openings) for lane in lanes if (openings := room(lane)) is not None]
+            chosen = [self.choose(tenant, lane, openings, now_s) for lane, openings in opened]
+            heads = [each for each in chosen if each is not None]
             if heads:
                 able.append((tenant, min(heads, key=lambda w: (w.start_by_s, w.number))))
         if not able:
             return None
-        chosen = able[0][1] if len(self.ring) == 1 else self._in_rounds(able)
-        self.waiting.remove(chosen)
-        line = (chosen.tenant, chosen.lane)
+        one = able[0][1] if len(self.ring) == 1 else self._in_rounds(able)
+        self.waiting.remove(one)
+        line = (one.tenant, one.lane)
         self.turns[line] = self.turns.get(line, 0) + 1
-        self._forget(chosen)
-        return chosen
+        self._forget(one)
+        return one
 
     def _in_rounds(self, able: list[tuple[str, Waiting]]) -> Waiting:
         while True:
