@@ -74,6 +74,15 @@ def router(
             rich_help_panel=WAITING,
         ),
     ] = 0.25,
+    queue_hold_s: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Of klpm and edf+klpm: how long a request may be passed over for a full instance "
+            "that has its prefix; 0: never.",
+            rich_help_panel=WAITING,
+        ),
+    ] = 5.0,
     queue_requests_max: Annotated[
         int,
         typer.Option(min=1, help="Requests that may wait; 429 beyond.", rich_help_panel=WAITING),
@@ -266,9 +275,13 @@ def router(
         raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
     queueing = None
     if queue is not None:
-        requests_max, wait_s_max = queue_requests_max, queue_wait_s_max
         queueing = QueueConfig(
-            queue, queue_k, queue_band_s, requests_max=requests_max, wait_s_max=wait_s_max
+            queue,
+            queue_k,
+            queue_band_s,
+            requests_max=queue_requests_max,
+            wait_s_max=queue_wait_s_max,
+            hold_s_max=queue_hold_s,
         )
     config = RouterConfig(
         bus_url=bus.url,

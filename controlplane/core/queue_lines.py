@@ -392,9 +392,10 @@ class Line:
         if not self._holds or not openings.full or waiting.hit_tokens <= hit:
             return False
         worth_s = openings.worth_waiting_s(waiting.hits, hit, ahead)
+        worth_s = min(worth_s, self._config.hold_s_max)
         if not worth_s or now_s + worth_s >= waiting.start_by_s:
             return False
-        return now_s - waiting.held_s < min(worth_s, self._config.hold_s_max)
+        return now_s - waiting.held_s < worth_s
 
     def served(self, waiting: Waiting) -> None:
         """Take out whose turn it was, and let the next turn come."""

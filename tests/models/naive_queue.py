@@ -113,8 +113,8 @@ class NaiveQueue:
             wanted = mask & openings.full
             if (ahead.count(wanted) + 1) * openings.place_s < worth_s * len(full):
                 ahead.append(wanted)
-                in_time = now_s + worth_s < one.start_by_s
-                return in_time and now_s - one.held_s < min(worth_s, self.config.hold_s_max)
+                for_s = min(worth_s, self.config.hold_s_max)
+                return now_s + for_s < one.start_by_s and now_s - one.held_s < for_s
         return False
 
     def take(self, room: Callable[[Hashable], Openings | None], now_s: float) -> Waiting | None:

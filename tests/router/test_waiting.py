@@ -347,6 +347,32 @@ async def test_the_latency_model_on_the_bus_is_used() -> None:
         assert f'multiplane_queue_requests{{model="{MODEL}"}} 0.0' in page
 
 
+@pytest.mark.parametrize("hold_s_max", [5.0, 0.0])
+async def test_a_request_waits_for_the_instance_that_has_its_prefix(hold_s_max: float) -> None:
+    """Though another has room, while a place is sooner to be had than the prefix; or never."""
+    text = "You are a helpful assistant. " * 40
+    async with rig(QueueConfig("klpm", hold_s_max=hold_s_max)) as plane:
+        engines = {"a": await plane.instance("a", NEVER)}
+        first = await occupy(plane, engines["a"])
+        await plane.publish(plane.publishers["a"].store(await plane.keys(text)))
+        engines["b"] = await plane.instance("b", Behaviour())
+        assert plane.process.router.rooms is not None
+        room = plane.process.router.rooms.of(plane.served)
+        for tokens in range(100):
+            room.estimator.observe(tokens * 1.0, 0.01, tokens)  # a place is near, a token is not
+        await plane.chat("whoever has no prefix")
+        asking = asyncio.create_task(plane.chat(text))
+        if hold_s_max:
+            await until(lambda: queued(plane) == 1)
+            assert engines["b"].requests == 1
+            engines["a"].behaviour = Behaviour()
+            first.cancel()
+        await asking
+        assert (engines["a"].requests, engines["b"].requests) == ((2, 1) if hold_s_max else (1, 2))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+
+
 def test_a_queue_without_a_cap_is_refused() -> None:
     """Nobody would ever wait in it."""
     with pytest.raises(ValueError, match="needs a batch cap"):
