@@ -271,7 +271,7 @@ class Dispatcher:
 
     def hits(self, request: RouteRequest) -> Hits:
         """Return how much of a prompt which instances have or promise."""
-        return hits_of(self._known(request, True), self._fleet.slots[0])
+        return hits_of(self._known(request, True), self._fleet.slots)
 
     def _known(self, request: RouteRequest, promises: bool) -> IntArray | None:
         """Return (rows,) tokens of a prompt that each instance has; None where nobody has any."""

@@ -243,6 +243,11 @@ class Fleet:
             self._trusts = count > 0, count == len(self.trusted)
         return self._trusts
 
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """(rows,) index slot of the block set in each one's first tier; -1 where there is none."""
+        return self._slots[0, : len(self)]
+
     def slot_rows(self, tier: int) -> SlotRows:
         """Return which row each index slot of a tier's block sets belongs to."""
         slot_rows = self._slot_rows.get(tier)

@@ -67,7 +67,7 @@ class Room:
         able = below & eligible
         if not able.any():
             return None
-        slots, estimator = self._fleet.slots[0], self._estimator
+        slots, estimator = self._fleet.slots, self._estimator
         place_s = token_s = 0.0
         if estimator is not None:
             place_s, token_s = estimator.total_s.mean / cap, estimator.token_s.slope
