@@ -27,6 +27,7 @@ from rich.table import Table
 from controlplane.cli import lab_options as options
 from controlplane.cli.errors import UsageError
 from controlplane.cli.files import check_writable, check_writable_folder, read_key
+from controlplane.cli.options import queue_config
 
 if TYPE_CHECKING:
     from lab.cache import Cache
@@ -101,7 +102,7 @@ def replay(
             routers=routers,
             event_lag_s=event_lag,
             batch_cap=batch_cap,
-            queue=options.queue_config(queue, queue_k, batch_cap),
+            queue=queue_config(queue, batch_cap, k=queue_k),
             budgets_ttft_s=options.budgets(budget_ttft_s),
             detector=detector,
             promise_s=promise,

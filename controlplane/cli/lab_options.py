@@ -11,7 +11,7 @@ import typer
 
 from controlplane.cli.errors import UsageError
 from controlplane.core.policies import POLICIES
-from controlplane.core.queue_lines import Order, QueueConfig
+from controlplane.core.queue_lines import Order
 from lab.profiles import DEFAULT_PROFILE, PROFILES
 
 if TYPE_CHECKING:
@@ -240,19 +240,6 @@ def budgets(text: str) -> tuple[float, ...]:
     if not all(0 <= each < float("inf") for each in found):
         raise UsageError(f"--budget-ttft-s {text}: numbers from 0 on, separated by commas")
     return found
-
-
-def queue_config(order: Order | None, k: int, batch_cap: int) -> QueueConfig | None:
-    """Return how requests wait; None if they do not.
-
-    Raises:
-        UsageError: there is no cap to wait for.
-    """
-    if order is None:
-        return None
-    if not batch_cap:
-        raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
-    return QueueConfig(order, k)
 
 
 def loads(speed: str, qps: str) -> tuple[Load, ...]:

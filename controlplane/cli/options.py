@@ -18,6 +18,7 @@ from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
 from controlplane.cli.files import check_certificates, read_password
 from controlplane.core.policies import POLICIES
+from controlplane.core.queue_lines import Order, QueueConfig
 from controlplane.ports import PortTakenError, check_free
 from controlplane.running import running_planes
 
@@ -270,3 +271,16 @@ def set_up_logs(level: str) -> None:
     from controlplane import runtime
 
     runtime.log_to_stderr(level)
+
+
+def queue_config(order: Order | None, batch_cap: int | None, **settings: Any) -> QueueConfig | None:
+    """Return how requests wait; None if they do not.
+
+    Raises:
+        UsageError: there is no cap to wait for.
+    """
+    if order is None:
+        return None
+    if not batch_cap:
+        raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
+    return QueueConfig(order, **settings)

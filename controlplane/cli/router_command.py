@@ -16,6 +16,7 @@ from controlplane.cli.options import (
     BusPlace,
     LogLevel,
     PolicyName,
+    queue_config,
     require_port,
     set_up_logs,
     with_service_bus,
@@ -253,7 +254,6 @@ def router(
     from controlplane.core.coalesce import CoalesceConfig
     from controlplane.core.plane import PlaneConfig
     from controlplane.core.policies import make_policy
-    from controlplane.core.queue_lines import QueueConfig
     from router.config import RouterConfig
     from router.limits import MIB, ServerLimits
 
@@ -271,18 +271,15 @@ def router(
         promise_s=promise_s,
         audit_candidates=audit_candidates,
     )
-    if queue is not None and batch_cap is None:
-        raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
-    queueing = None
-    if queue is not None:
-        queueing = QueueConfig(
-            queue,
-            queue_k,
-            queue_band_s,
-            requests_max=queue_requests_max,
-            wait_s_max=queue_wait_s_max,
-            hold_s_max=queue_hold_s,
-        )
+    queueing = queue_config(
+        queue,
+        batch_cap,
+        k=queue_k,
+        band_s=queue_band_s,
+        hold_s_max=queue_hold_s,
+        requests_max=queue_requests_max,
+        wait_s_max=queue_wait_s_max,
+    )
     config = RouterConfig(
         bus_url=bus.url,
         bus_options=bus.options,
