@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +19,18 @@ class PortTakenError(RuntimeError):
 
 def free_port(host: str) -> int:
     """Return a port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(host, 1)[0]
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return different ports that nobody uses now."""
+    with ExitStack() as probes:
+        ports: list[int] = []
+        for _ in range(count):
+            probe = probes.enter_context(socket.socket())
+            probe.bind((host, 0))
+            ports.append(probe.getsockname()[1])
+        return ports
 
 
 def check_free(host: str, port: int) -> None:

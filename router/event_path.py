@@ -12,12 +12,13 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
+from controlplane.bus.mailbox import Mailbox
 from controlplane.bus.protocol import Bus, BusError, Entry, Objects, Subscription, Watch
 from controlplane.core.effects import Alarm, Effect, FetchSnapshot
 from controlplane.core.events import (
@@ -42,6 +43,7 @@ from schemas.codec import RemoteError, encode
 
 logger = logging.getLogger(__name__)
 
+_SUBJECTS_MAX = 65_536  # taken apart once; all are forgotten beyond it
 _SWEEPS_MAX = 100  # steps a tick
 _LOOK_S = 0.02
 _UNUSABLE_MAX = 1024  # the oldest are forgotten beyond it; they are only shown
@@ -87,9 +89,13 @@ class EventPath:
         self._ticked = ticked
         self._peer_told = peer_told
         self._standing = StandingVerdicts()
-        self._queue: deque[tuple[str, str, bytes]] = deque()
+        self._mailbox = Mailbox(
+            self._apply,
+            self.counts,
+            messages_max=config.events_max,
+            slice_s=config.events_slice_s,
+        )
         self._parsed: dict[str, tuple[str, str]] = {}
-        self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._snapshots = asyncio.Semaphore(config.snapshots_at_once)
         self._subscriptions: list[Subscription] = []
@@ -105,7 +111,7 @@ class EventPath:
         self._cards = await self._bus.objects(subjects.MODELS)
         for kind in _DECODERS:
             self._subscriptions.append(
-                await self._bus.subscribe(subjects.all_of(kind), self._message)
+                await self._bus.subscribe(subjects.all_of(kind), self._mailbox.put)
             )
         instances = await self._bus.bucket(subjects.INSTANCES)
         self._watches.append(await instances.watch(self._instance_entry))
@@ -163,12 +169,12 @@ class EventPath:
     @property
     def waiting(self) -> int:
         """Messages that are queued."""
-        return len(self._queue)
+        return len(self._mailbox)
 
     # --- messages in
 
-    def _message(self, subject: str, payload: bytes) -> None:
-        """Queue a message; the oldest goes beyond the bound, and shows as a gap."""
+    def _apply(self, subject: str, payload: bytes) -> None:
+        """Apply a message to the plane of its model."""
         parsed = self._parsed.get(subject)
         if parsed is None:
             try:
@@ -176,31 +182,10 @@ class EventPath:
             except RemoteError:
                 self.counts["unknown_subject"] += 1
                 return
-            if len(self._parsed) >= 65_536:
+            if len(self._parsed) >= _SUBJECTS_MAX:
                 self._parsed.clear()
             parsed = self._parsed[subject] = (kind, model)
-        if len(self._queue) >= self._config.events_max:
-            self._queue.popleft()
-            self.counts["overflow"] += 1
-        self._queue.append((*parsed, payload))
-        if not self._draining:
-            self._draining = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Apply queued messages for one slice of time."""
-        queue = self._queue
-        until_s = time.monotonic() + self._config.events_slice_s
-        while queue:
-            self._apply(*queue.popleft())
-            if time.monotonic() >= until_s:
-                break
-        if queue:
-            self._loop.call_soon(self._drain)
-        else:
-            self._draining = False
-
-    def _apply(self, kind: str, model: str, payload: bytes) -> None:
+        kind, model = parsed
         served = self._directory.get(model)
         if served is None:
             self.counts["unknown_model"] += 1

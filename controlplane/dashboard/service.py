@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
 from controlplane.audit.heard import understand
 from controlplane.audit.source import ROWS_S_MAX, recorded
 from controlplane.audit.story import Story, StoryTeller
+from controlplane.bus.mailbox import Mailbox
 from controlplane.bus.protocol import Bus, BusError, Entry, Record, Subscription
 from controlplane.dashboard.picture import Picture, Verdict
 from schemas import bus as messages
@@ -39,8 +40,8 @@ class DashboardService:
         self.pictures: dict[str, Picture] = {}
         self.counts: Counter[str] = Counter()
         self._bus = bus
-        self._queue: deque[tuple[str, bytes]] = deque()
-        self._draining = False
+        # Pages have their turn while messages are taken in.
+        self._mailbox = Mailbox(self._apply, self.counts, messages_max=QUEUE_MAX, slice_s=SLICE_S)
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -59,7 +60,7 @@ class DashboardService:
         """Subscribe; returns without waiting for the bus."""
         for kind in self._on:
             self._subscriptions.append(
-                await self._bus.subscribe(subjects.all_of(kind), self._message)
+                await self._bus.subscribe(subjects.all_of(kind), self._mailbox.put)
             )
         instances = await self._bus.bucket(subjects.INSTANCES)
         self._subscriptions.append(await instances.watch(self._instance))
@@ -74,6 +75,11 @@ class DashboardService:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.wait([self._ticking])
+
+    @property
+    def waiting(self) -> int:
+        """Messages that are not taken in yet."""
+        return len(self._mailbox)
 
     def picture(self, model: str) -> Picture | None:
         """Return the picture of a model; with no name, of the first."""
@@ -114,26 +120,6 @@ class DashboardService:
                 return
 
     # --- what is heard
-
-    def _message(self, subject: str, payload: bytes) -> None:
-        if len(self._queue) >= QUEUE_MAX:
-            self._queue.popleft()
-            self.counts["overflow"] += 1
-        self._queue.append((subject, payload))
-        if not self._draining:
-            self._draining = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Take messages in for one slice of time, so that pages get their turn."""
-        until_s = time.monotonic() + SLICE_S
-        while self._queue:
-            self._apply(*self._queue.popleft())
-            if time.monotonic() >= until_s:
-                break
-        self._draining = bool(self._queue)
-        if self._draining:
-            self._loop.call_soon(self._drain)
 
     def _apply(self, subject: str, payload: bytes) -> None:
         try:

@@ -16,9 +16,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
+from controlplane.bus.mailbox import Mailbox
 from controlplane.bus.protocol import Bus, BusError, Entry, Subscription
 from controlplane.core.detector import Change
 from controlplane.detector.config import DetectorServiceConfig
@@ -74,8 +75,10 @@ class DetectorService:
         self.registrar = Registrar(bus, self.lease, clock)
         self._bus = bus
         self._clock = clock
-        self._queue: deque[tuple[str, bytes]] = deque()
-        self._draining = False
+        # The lease has to be renewed while messages are taken in.
+        self._mailbox = Mailbox(
+            self._take, self.counts, messages_max=config.messages_max, slice_s=config.slice_s
+        )
         self._changed = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -85,7 +88,7 @@ class DetectorService:
         """Subscribe and begin; returns without waiting for the bus."""
         self._bus.on_state(self._bus_state)
         self._subscriptions.append(
-            await self._bus.subscribe(subjects.all_of("route"), self._message)
+            await self._bus.subscribe(subjects.all_of("route"), self._mailbox.put)
         )
         verdicts = await self._bus.bucket(subjects.VERDICTS)
         self._subscriptions.append(await verdicts.watch(self._entry))
@@ -122,32 +125,9 @@ class DetectorService:
     @property
     def waiting(self) -> int:
         """Messages that are queued."""
-        return len(self._queue)
+        return len(self._mailbox)
 
     # --- what routers say
-
-    def _message(self, subject: str, payload: bytes) -> None:
-        """Queue a message; the oldest goes beyond the bound, and shows as a loss."""
-        if len(self._queue) >= self.config.messages_max:
-            self._queue.popleft()
-            self.counts["overflow"] += 1
-        self._queue.append((subject, payload))
-        if not self._draining:
-            self._draining = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Take in queued messages for one slice of time: the lease has to be renewed in between."""
-        queue = self._queue
-        until_s = time.monotonic() + self.config.slice_s
-        while queue:
-            self._take(*queue.popleft())
-            if time.monotonic() >= until_s:
-                break
-        if queue:
-            self._loop.call_soon(self._drain)
-        else:
-            self._draining = False
 
     def _take(self, subject: str, payload: bytes) -> None:
         try:

@@ -12,9 +12,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
+from controlplane.bus.mailbox import Mailbox
 from controlplane.bus.protocol import Bus, BusError, Subscription
 from controlplane.detector.lease import Lease
 from controlplane.predictor.config import PredictorConfig
@@ -61,22 +62,22 @@ class PredictorService:
             clock=clock,
         )
         self._bus = bus
-        self._queue: deque[tuple[str, bytes]] = deque()
-        self._draining = False
+        self._mailbox = Mailbox(
+            self._take_in, self.counts, messages_max=config.messages_max, slice_s=config.slice_s
+        )
         self._subscriptions: list[Subscription] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._loop = asyncio.get_running_loop()
 
     @property
     def waiting(self) -> int:
         """Messages that are not taken in yet."""
-        return len(self._queue)
+        return len(self._mailbox)
 
     async def start(self) -> None:
         """Subscribe and begin; returns without waiting for the bus."""
         for kind in ("route", "load"):
             self._subscriptions.append(
-                await self._bus.subscribe(subjects.all_of(kind), self._message)
+                await self._bus.subscribe(subjects.all_of(kind), self._mailbox.put)
             )
         self._tasks = [
             asyncio.create_task(each) for each in (self._lead(), self._train(), self._follow())
@@ -105,27 +106,6 @@ class PredictorService:
                 raise each
 
     # --- messages in
-
-    def _message(self, subject: str, payload: bytes) -> None:
-        if len(self._queue) >= self.config.messages_max:
-            self._queue.popleft()
-            self.counts["overflow"] += 1
-        self._queue.append((subject, payload))
-        if not self._draining:
-            self._draining = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Take in messages for one slice of time."""
-        until_s = time.monotonic() + self.config.slice_s
-        while self._queue:
-            self._take_in(*self._queue.popleft())
-            if time.monotonic() >= until_s:
-                break
-        if self._queue:
-            self._loop.call_soon(self._drain)
-        else:
-            self._draining = False
 
     def _take_in(self, subject: str, payload: bytes) -> None:
         try:

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import layout
 from controlplane.bus.protocol import Entry
 from controlplane.bus.setup import describe, ensure
+from controlplane.ports import free_ports
 from schemas import subjects
 from tests.bus.certificates import make_certificates
 from tests.bus.worlds import collect, eventually, fast
@@ -25,17 +25,6 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 SECRET = b"a secret of many bytes"
 PLAN = layout(replicas=3, storage="memory", size=0.05)
 NAMES = ("n1", "n2", "n3")
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def configure(folder: Path, port: int) -> Path:
@@ -55,7 +44,7 @@ def configure(folder: Path, port: int) -> Path:
 async def cluster(tmp_path: Path) -> AsyncIterator[dict[str, EmbeddedNats]]:
     """Three servers that know each other."""
     make_certificates(tmp_path / "tls")
-    ports = dict(zip(NAMES, free_ports(3), strict=True))
+    ports = dict(zip(NAMES, free_ports("127.0.0.1", 3), strict=True))
     routes = {
         f"NATS_ROUTE_{number}": f"nats-route://127.0.0.1:{port}"
         for number, port in enumerate(ports.values(), start=1)

@@ -44,7 +44,7 @@ class Rig:
         """Say on the bus what is on a tape, and wait until it was heard."""
         for record in tape.records:
             self.bus.publish(record.subject, record.payload)
-        await self.until(lambda: not self.service._queue)
+        await self.until(lambda: not self.service.waiting)
 
     async def until(self, condition: Any) -> None:
         """Wait until something holds, for ten seconds at most."""
@@ -212,8 +212,8 @@ async def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch: pytest.Mo
         service = made.service
         for seq in range(5):
             report = LoadReport("a", 1, seq, 0.0, 0, 0)
-            service._message(subjects.load("m", "a"), encode(report))
-        await made.until(lambda: not service._queue)
+            service._mailbox.put(subjects.load("m", "a"), encode(report))
+        await made.until(lambda: not service.waiting)
         assert service.counts == {"overflow": 3, "load": 2}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -16,29 +15,20 @@ from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import layout
 from controlplane.bus.setup import describe, ensure
 from controlplane.http_client import HttpClient, HttpError
+from controlplane.ports import free_port, free_ports
 from lab.stack import LocalStack, StackOptions
 from tests.live.chaos_rig import eventually, steady
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
 
+HOST = "127.0.0.1"
 ENGINE_FLAGS = ("--speed", "10", "--blocks", "1024", "--max-model-len", "2048")
 PLAN = layout(replicas=3, storage="memory", size=0.05)
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 async def test_nats_is_down_from_the_start() -> None:
     """Everything starts and says what it waits for; once NATS is there, it all comes together."""
-    options = StackOptions(engines=0, routers=0, port=free_ports(1)[0], engine_flags=ENGINE_FLAGS)
+    options = StackOptions(engines=0, routers=0, port=free_port(HOST), engine_flags=ENGINE_FLAGS)
     async with AsyncExitStack() as context:
         server = await context.enter_async_context(EmbeddedNats())
         await server.kill()
@@ -47,7 +37,7 @@ async def test_nats_is_down_from_the_start() -> None:
         http = await context.enter_async_context(HttpClient())
         await stack.fleet.start(2)
         await stack.start_sidecars(stack.fleet.instances)
-        (admin_port,) = free_ports(1)
+        admin_port = free_port(HOST)
         routers = [
             asyncio.create_task(stack.start_router("--admin-port", str(admin_port))),
             asyncio.create_task(stack.start_router()),
@@ -77,7 +67,7 @@ async def test_nats_is_down_from_the_start() -> None:
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[list[EmbeddedNats]]:
     """Three servers that hold everything thrice."""
-    ports = free_ports(3)
+    ports = free_ports(HOST, 3)
     routes = ",".join(f"nats-route://127.0.0.1:{port}" for port in ports)
     async with AsyncExitStack() as context:
         servers = []

@@ -117,7 +117,7 @@ async def test_messages_are_bounded() -> None:
     async with rig() as plane:
         service = await plane.predictor(messages_max=2)
         for batch in batches(250):
-            service._message(subjects.route(MODEL, "r"), encode(batch))
+            service._mailbox.put(subjects.route(MODEL, "r"), encode(batch))
         assert service.waiting == 2
         assert service.counts["overflow"] == 3
         await eventually(lambda: not service.waiting)
