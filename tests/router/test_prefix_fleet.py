@@ -344,3 +344,21 @@ async def test_the_registered_are_shown_as_metrics() -> None:
             'multiplane_prefix_looks_total{outcome="spread"} 0.0',
         ):
             assert line in page
+
+
+async def test_a_prefix_of_token_ids_is_met_in_prompts_of_token_ids() -> None:
+    """Nothing of it can be pinned, but any router that has seen it can spread it."""
+    async with two() as (one, other):
+        ids = list(range(40))
+        first = await ask(
+            one, "POST", body={"model": MODEL, "tokens": ids, "pin": True, "spread": True}
+        )
+        assert not first["pinned"]
+        await keeper(one).stop()
+        await until(lambda: keeper(other).registry.knows("default"))
+        for _ in range(HOT_USES + 1):
+            body = {"model": MODEL, "prompt": [*ids, 1, 2, 3]}
+            await other.http.post(f"{other.url}/v1/completions", body)
+        await keeper(other).look()
+        await until(lambda: _warmed(other, first["id"]))
+        assert msgspec.json.decode(one.engines["a"].received[-1].body)["prompt"] == ids[:32]
