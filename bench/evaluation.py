@@ -95,7 +95,9 @@ VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
     ("4 routers, 2 s", {"routers": 4, "event_lag_s": 2.0}),
     ("blocks promised for 5 s", {"promise_s": 5.0}),
     ("batch cap 16", {"batch_cap": 16}),
-    ("batch cap 16 and queue", {"batch_cap": 16, "queue": QueueConfig()}),
+    ("batch cap 16, queue fcfs", {"batch_cap": 16, "queue": QueueConfig("fcfs")}),
+    ("batch cap 16, queue klpm", {"batch_cap": 16, "queue": QueueConfig("klpm")}),
+    ("batch cap 16, queue edf+klpm", {"batch_cap": 16, "queue": QueueConfig()}),
 )
 """What is varied under multiplication: what routers know, and when."""
 

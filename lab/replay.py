@@ -5,8 +5,8 @@ the routers (`replay_router`: the production plane), which decides on what it kn
 chosen engine's queue (`replay_instance`). Engines skip ahead: a run of decode steps is one event,
 until a request ends or another comes. When a step ends, its tokens reach
 the router at once, as they do on the stream of the answer; its block events reach every router
-after that router's lag, and so do the routers' messages to each other. With a queue, requests wait
-at their router while every instance is at its cap (`replay_queue`).
+after that router's lag, and so do the routers' messages to each other. With a queue, or
+coalescing, requests wait at their router (`replay_queue`).
 
 Nothing here reads a clock: the same trace, policy and seed give the same result.
 """
@@ -23,22 +23,22 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
-from controlplane.core.decision import RouteRequest
+from controlplane.core.coalesce import Leader
 from controlplane.core.detector_writes import Message
 from controlplane.core.dispatch import Ticket
-from controlplane.core.fleet import Instance
 from lab.baselines import OracleTtft
 from lab.block_pool import BlockPool
-from lab.engine_types import Output, Request, StepResult
+from lab.engine_types import Output, StepResult
 from lab.replay_agenda import Agenda
 from lab.replay_config import PolicySpec, ReplayConfig, looks_at_blocks
 from lab.replay_detector import SimDetector
 from lab.replay_feed import BlockFeed, DirectFeed, SidecarFeed
 from lab.replay_instance import SimInstance
 from lab.replay_prompts import NamedPrompts, Prompts, TokenPrompts
-from lab.replay_queue import Guest, SimQueue, budgets_of
+from lab.replay_queue import Guest, SimRoom
 from lab.replay_result import Result
 from lab.replay_router import SimRouter
+from lab.replay_tenants import EVERYBODY, budgets_by_tenant, budgets_of, tenants_of
 from lab.traces import Trace
 from schemas.bus import KvBatch, LoadReport, RouteBatch
 
@@ -94,14 +94,22 @@ def _ways(
 class _Open:
     """A request on its way."""
 
-    __slots__ = ("position", "router", "ticket", "ttft_s", "waited_s")
+    __slots__ = ("leader", "position", "router", "ticket", "ttft_s", "waited_s")
 
-    def __init__(self, position: int, router: SimRouter, ticket: Ticket, waited_s: float) -> None:
+    def __init__(
+        self,
+        position: int,
+        router: SimRouter,
+        ticket: Ticket,
+        waited_s: float,
+        leader: Leader | None,
+    ) -> None:
         self.position = position
         self.router = router
         self.ticket = ticket
         self.ttft_s = -1.0
         self.waited_s = waited_s
+        self.leader = leader
 
 
 class Replay:
@@ -151,8 +159,11 @@ class Replay:
         self._instance = np.zeros(count, np.int64)
         self._wait_s = np.zeros(count)
         self._shed = np.zeros(count, np.bool_)
-        self._budget_s = budgets_of(count, config.budgets_ttft_s, config.seed)
-        self._queues = self._make_queues()
+        self._tenants = config.tenants or (EVERYBODY,)
+        self._tenant = tenants_of(count, self._tenants, config.seed)
+        shared_s = budgets_of(count, config.budgets_ttft_s, config.seed)
+        self._budget_s = budgets_by_tenant(shared_s, self._tenants, self._tenant)
+        self._rooms = self._make_rooms()
         self._samples: list[tuple[float, list[int], list[float]]] = []
 
     def _make_routers(self) -> list[SimRouter]:
@@ -169,13 +180,13 @@ class Replay:
             )
         return routers
 
-    def _make_queues(self) -> list[SimQueue]:
-        """Return a queue for each router; none where nobody queues."""
-        config = self._config.queue
-        if config is None:
+    def _make_rooms(self) -> list[SimRoom]:
+        """Return a waiting room for each router; none where nobody waits."""
+        queue, coalesce = self._config.queue, self._config.coalesce
+        if queue is None and coalesce is None:
             return []
         return [
-            SimQueue(config, router.plane, self._agenda, self._released, self._refused)
+            SimRoom(queue, coalesce, router.plane, self._agenda, self._released, self._refused)
             for router in self.routers
         ]
 
@@ -192,7 +203,7 @@ class Replay:
     def _over(self) -> bool:
         if self._arrived < len(self._trace.requests) or self._open:
             return False
-        return not any(len(each.queue) for each in self._queues)
+        return not any(map(len, self._rooms))
 
     # --- requests
 
@@ -202,33 +213,36 @@ class Replay:
         if self._arrived < len(requests):
             self._agenda.at(requests[self._arrived].at_s, self._arrive, self._arrived)
         request, asked = self._prompts.make(position)
-        if not self._queues:
-            self._send(position, request, asked)
-        else:
-            queue = self._queues[position % len(self._queues)]
-            if not queue.hold(Guest(position, request, asked), float(self._budget_s[position])):
-                self._send(position, request, asked)
+        tenant = self._tenants[self._tenant[position]]
+        if tenant.name:
+            asked = msgspec.structs.replace(asked, tenant=tenant.name)
+        due_s = self._agenda.now_s + float(self._budget_s[position])
+        guest = Guest(position, request, asked, tenant, due_s)
+        if not self._rooms or not self._rooms[position % len(self._rooms)].hold(guest):
+            self._send(guest)
         if self._progress is not None:
             self._progress(self._arrived)
 
-    def _send(
-        self, position: int, request: Request, asked: RouteRequest, waited_s: float = 0.0
-    ) -> Instance:
+    def _send(self, guest: Guest, waited_s: float = 0.0) -> None:
         """Decide on a request and hand it to its instance."""
+        position = guest.position
         router = self.routers[position % len(self.routers)]
-        ticket = router.route(asked, waited_s)
+        ticket = router.route(guest.request, waited_s)
         chosen = ticket.decision.choice.index
         self._promised[position] = ticket.decision.hit
         self._instance[position] = chosen
-        self._open[request.request_id] = _Open(position, router, ticket, waited_s)
-        self.instances[chosen].add(request)
-        return ticket.decision.instance
+        leader = None
+        if self._rooms:
+            leader = self._rooms[position % len(self._rooms)].sent(guest, ticket.decision)
+        request_id = guest.prompt.request_id
+        self._open[request_id] = _Open(position, router, ticket, waited_s, leader)
+        self.instances[chosen].add(guest.prompt)
 
-    def _released(self, guest: Guest) -> Instance:
+    def _released(self, guest: Guest) -> None:
         position = guest.position
         waited_s = self._agenda.now_s - self._trace.requests[position].at_s
         self._wait_s[position] = waited_s
-        return self._send(position, guest.prompt, guest.request, waited_s)
+        self._send(guest, waited_s)
 
     def _refused(self, guest: Guest) -> None:
         self._shed[guest.position] = True
@@ -242,6 +256,8 @@ class Replay:
             self._ttft_s[position] = request.ttft_s
             self._cached[position] = output.cached_tokens
             request.router.first_byte(request.ticket, request.ttft_s)
+            if request.leader is not None:
+                self._rooms[position % len(self._rooms)].computed(request.leader)
         if output.finish_reason is not None:
             del self._open[output.request_id]
             self._prompts.forget(output.request_id)
@@ -251,11 +267,11 @@ class Replay:
             request.router.finish(
                 request.ticket, asked.output_tokens, cached, request.ttft_s, request.waited_s
             )
-            if self._queues:
+            if self._rooms:
                 took_s = now_s - asked.at_s - request.waited_s
-                queue = self._queues[position % len(self._queues)]
                 new_tokens = request.ticket.decision.new_tokens
-                queue.ended(request.ttft_s - request.waited_s, took_s, new_tokens)
+                room = self._rooms[position % len(self._rooms)]
+                room.ended(request.ttft_s - request.waited_s, took_s, new_tokens)
 
     # --- messages
 
@@ -327,8 +343,8 @@ class Replay:
         for router in self.routers:
             assert not router.plane.intake.counts["digest_mismatch"], "a feed said what is not"
             counts.update(router.plane.requests.counts)
-        for queue in self._queues:
-            counts.update(queue.counts)
+        for room in self._rooms:
+            counts.update(room.counts)
         return Result(
             policy=self._spec.label,
             trace=self._trace.name,
@@ -344,8 +360,11 @@ class Replay:
             wait_s=self._wait_s[ended],
             budget_s=self._budget_s[ended],
             queue="" if self._config.queue is None else self._config.queue.order,
+            tenants=tuple(each.name for each in self._tenants),
+            tenant=self._tenant[ended],
             shed_at_s=at_s[self._shed],
-            unfinished=int((~ended & ~self._shed).sum()),
+            shed_tenant=self._tenant[self._shed],
+            left_tenant=self._tenant[~ended & ~self._shed],
             sample_s=np.array([at_s for at_s, _, _ in self._samples]),
             batch=np.array([batch for _, batch, _ in self._samples], np.int64),
             kv_usage=np.array([usage for _, _, usage in self._samples]),

@@ -6,12 +6,14 @@ import math
 
 import msgspec
 
+from controlplane.core.coalesce import CoalesceConfig
 from controlplane.core.detector import BLIND_POLICIES
 from controlplane.core.policies import POLICIES, make_policy
 from controlplane.core.queue_lines import QueueConfig
 from lab.baselines import BASELINES
 from lab.engine_types import EngineConfig
 from lab.profiles import DEFAULT_PROFILE, StepTimes, find_profile
+from lab.replay_tenants import TenantShare
 
 COARSEST = 512
 """Largest block size that is taken over from a trace."""
@@ -99,6 +101,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         batch_cap: largest batch of an instance that routers accept; 0 for no cap.
         queue: how requests wait at each router while every instance is at the cap; None to send
             them on regardless.
+        coalesce: how requests follow each other that share a new prefix; None for not at all.
+        tenants: whose requests they are; empty for nobody's in particular.
         budgets_ttft_s: seconds to the first token, waits included, within which an answer is in
             time; each request has one of them, by the seed; 0 for a request without.
         detector: whether the hotspot detector watches.
@@ -128,6 +132,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     tick_s: float = 0.25
     batch_cap: int = 0
     queue: QueueConfig | None = None
+    coalesce: CoalesceConfig | None = None
+    tenants: tuple[TenantShare, ...] = ()
     budgets_ttft_s: tuple[float, ...] = ()
     detector: bool = False
     promise_s: float = 0.0
@@ -163,7 +169,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         routers = f", {self.routers} routers" if self.routers > 1 else ""
         cap = f", at most {self.batch_cap} on each" if self.batch_cap else ""
         queue = "" if self.queue is None else f", queue {self.queue.order}"
-        return f"{self.instances} × {self.profile}{routers}{cap}{queue}"
+        follow = "" if self.coalesce is None else ", coalescing"
+        return f"{self.instances} × {self.profile}{routers}{cap}{queue}{follow}"
 
     def resolved(self, trace_block_tokens: int) -> ReplayConfig:
         """Return these settings with a block size for a trace."""

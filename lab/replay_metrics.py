@@ -63,7 +63,8 @@ def measure(result: Result, warm_up_s: float = 0.0) -> Metrics:
     shed = int((result.shed_at_s >= warm_up_s).sum())
     asked = max(int(counted.sum()) + shed + result.unfinished, 1)
     in_time = result.ttft_s <= result.budget_s
-    queued, budgeted = bool(result.queue), bool(np.isfinite(result.budget_s).any())
+    queued = bool(result.queue or result.wait_s.any())
+    budgeted = bool(np.isfinite(result.budget_s).any())
     end_s = float(result.end_s.max(initial=0.0))
     busy_s = max(end_s, result.span_s)
     return Metrics(

@@ -74,8 +74,18 @@ class Plan(msgspec.Struct, frozen=True):
                 note = f"{BEST_LINEAR} is {weight} here: the least mean TTFT."
             name = Path(source.name).stem
             title = f"{name}, {load.text}, {self.config.fleet}"
-            found.append(Case(title, name, tuple(runs), note))
+            found.append(Case(title, name, tuple(runs), note, _by_tenant(runs, warm_up_s)))
         return found
+
+
+def _by_tenant(runs: Iterable[tuple[Result, Metrics]], warm_up_s: float) -> tuple[Metrics, ...]:
+    """Return the numbers of each tenant's requests alone, where there are tenants."""
+    return tuple(
+        measure(result.of_tenant(place), warm_up_s)
+        for result, _ in runs
+        for place, name in enumerate(result.tenants)
+        if name
+    )
 
 
 def parse_policies(text: str) -> tuple[tuple[PolicySpec, ...], bool]:

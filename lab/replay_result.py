@@ -26,8 +26,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         wait_s: (n,) of the TTFT, spent in the router's queue.
         budget_s: (n,) within which a first token is in time; infinite where none was set.
         queue: order of the routers' queues; empty where nobody queues.
+        tenants: names of those whose requests came; one empty name for nobody in particular.
+        tenant: (n,) whose, by place in `tenants`.
         shed_at_s: (m,) arrivals of the requests that were refused.
-        unfinished: requests that had not ended when the replay was cut off.
+        shed_tenant: (m,) whose.
+        left_tenant: (u,) whose those were that had not ended when the replay was cut off.
         sample_s: (t,) when the fleet was looked at.
         batch: (t, instances) requests running and waiting.
         kv_usage: (t, instances) share of blocks in use.
@@ -52,8 +55,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: Floats
     budget_s: Floats
     queue: str
+    tenants: tuple[str, ...]
+    tenant: Ints
     shed_at_s: Floats
-    unfinished: int
+    shed_tenant: Ints
+    left_tenant: Ints
     sample_s: Floats
     batch: Ints
     kv_usage: Floats
@@ -63,6 +69,27 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     span_s: float
     cpu_s: float
     counts: dict[str, int]
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that had not ended when the replay was cut off."""
+        return len(self.left_tenant)
+
+    def of_tenant(self, place: int) -> Result:
+        """Return what the replay was for one tenant's requests; the instances are everybody's."""
+        own, shed = self.tenant == place, self.shed_tenant == place
+        columns = (
+            *("at_s", "ttft_s", "end_s", "prompt_tokens", "output_tokens", "promised_tokens"),
+            *("cached_tokens", "instance", "wait_s", "budget_s", "tenant"),
+        )
+        return msgspec.structs.replace(
+            self,
+            policy=f"{self.policy} · {self.tenants[place]}",
+            **{name: getattr(self, name)[own] for name in columns},
+            shed_at_s=self.shed_at_s[shed],
+            shed_tenant=self.shed_tenant[shed],
+            left_tenant=self.left_tenant[self.left_tenant == place],
+        )
 
     @property
     def tpot_s(self) -> Floats:

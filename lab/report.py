@@ -35,12 +35,19 @@ class Case(msgspec.Struct, frozen=True):
         traffic: what came; cases of the same traffic differ in load.
         runs: (result, its numbers), by policy and seed.
         note: what else is to be said of them.
+        tenants: the runs' numbers for each tenant's requests alone; empty where nobody is named.
     """
 
     title: str
     traffic: str
     runs: tuple[tuple[Result, Metrics], ...]
     note: str = ""
+    tenants: tuple[Metrics, ...] = ()
+
+    @property
+    def rows(self) -> list[Metrics]:
+        """The numbers of all runs, and of each tenant after them."""
+        return [*(row for _, row in self.runs), *self.tenants]
 
     @property
     def shown(self) -> list[Result]:
@@ -84,7 +91,7 @@ COLUMNS = (
 
 def columns_of(case: Case) -> list[Column]:
     """Return the columns that say something of a case: no waits where nobody queues."""
-    rows = [row for _, row in case.runs]
+    rows = case.rows
     return [each for each in COLUMNS if any(each.value(row) is not None for row in rows)]
 
 
@@ -134,7 +141,7 @@ def write(cases: Sequence[Case], folder: Path, command: str) -> Path:
     from lab import report_plots as plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for case in cases for _, row in case.runs]
+    rows = [row for case in cases for row in case.rows]
     (folder / "metrics.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
     sections: list[str] = []
 
@@ -167,15 +174,15 @@ def write(cases: Sequence[Case], folder: Path, command: str) -> Path:
 
 def _table(case: Case) -> str:
     """Return the numbers of a case as a table; the best of each column stands out."""
-    rows = by_policy(row for _, row in case.runs)
+    policies = by_policy(row for _, row in case.runs)
     columns = columns_of(case)
     heads = "".join(f"<th>{html.escape(column.name)}</th>" for column in columns)
     best = {}
     for place, column in enumerate(columns):
-        means = {name: _range(column, own).mean for name, own in rows.items()}
+        means = {name: _range(column, own).mean for name, own in policies.items()}
         best[place] = (max if column.better > 0 else min)(means, key=lambda name: means[name])
     lines = []
-    for policy, own in rows.items():
+    for policy, own in by_policy(case.rows).items():
         cells = "".join(
             f"<td{' class=best' if best[place] == policy else ''}>{_cell(column, own)}</td>"
             for place, column in enumerate(columns)

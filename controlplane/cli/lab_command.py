@@ -59,6 +59,9 @@ def replay(
     batch_cap: options.BatchCap = 0,
     queue: options.Queue = None,
     queue_k: options.QueueK = 2,
+    queue_hold_s: options.QueueHold = 5.0,
+    coalesce: options.Coalesce = 0,
+    tenants: options.Tenants = "",
     budget_ttft_s: options.BudgetTtft = "",
     detector: options.Detector = False,
     promise: options.Promise = 5.0,
@@ -85,9 +88,11 @@ def replay(
 
     Example: `multiplane lab replay sample --policies multiplicative,round_robin --instances 8`
     """
+    from controlplane.core.coalesce import CoalesceConfig
     from lab import report
     from lab.replay_config import ReplayConfig
     from lab.replay_plan import Plan, parse_policies
+    from lab.replay_tenants import parse_tenants
 
     console = Console(stderr=json)
     with _explained():
@@ -102,7 +107,9 @@ def replay(
             routers=routers,
             event_lag_s=event_lag,
             batch_cap=batch_cap,
-            queue=queue_config(queue, batch_cap, k=queue_k),
+            queue=queue_config(queue, batch_cap, k=queue_k, hold_s_max=queue_hold_s),
+            coalesce=CoalesceConfig(coalesce) if coalesce else None,
+            tenants=parse_tenants(tenants),
             budgets_ttft_s=options.budgets(budget_ttft_s),
             detector=detector,
             promise_s=promise,
@@ -120,7 +127,7 @@ def replay(
         for case in cases:
             console.print(_table(case))
         if json:
-            rows = [row for case in cases for _, row in case.runs]
+            rows = [row for case in cases for row in case.rows]
             sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
         if out is not None:
             command = shlex.join(["multiplane", *sys.argv[1:]])
@@ -350,7 +357,7 @@ def _table(case: Case) -> Table:
     columns = columns_of(case)
     for column in columns:
         shown.add_column(column.name, justify="right")
-    for policy, rows in by_policy(row for _, row in case.runs).items():
+    for policy, rows in by_policy(case.rows).items():
         cells = ["\n".join(filter(None, cell(column, rows))) for column in columns]
         shown.add_row(policy, *cells)
     return shown

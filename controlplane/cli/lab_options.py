@@ -92,6 +92,33 @@ QueueK = Annotated[
         rich_help_panel=FLEET,
     ),
 ]
+QueueHold = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Of klpm and edf+klpm: how long a request may be passed over for a full instance that "
+        "has its prefix; 0: never.",
+        rich_help_panel=FLEET,
+    ),
+]
+Coalesce = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Let requests wait for a new prefix of at least so many tokens that another one is "
+        "computing; 0: never. Routers take 1024 with --coalesce.",
+        rich_help_panel=FLEET,
+    ),
+]
+Tenants = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME:share=X:weight=X:budget=X[,…]",
+        help="Whose the requests are, by shares; weights are of the queue, budgets are seconds to "
+        "the first token.",
+        rich_help_panel=TRAFFIC,
+    ),
+]
 Detector = Annotated[bool, typer.Option(help="Run the hotspot detector.", rich_help_panel=FLEET)]
 Promise = Annotated[
     float,

@@ -88,6 +88,27 @@ def test_a_replay_with_a_queue_tells_of_waits_and_goodput(
     assert row["goodput_rps"] > 0
 
 
+def test_a_replay_tells_of_each_tenant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row more for each, and what they wait for is said; nonsense is refused by its name."""
+    asked = "replay agent --duration 4 --qps 8 --instances 2 --policies multiplicative --json"
+    flags = "--batch-cap 4 --queue klpm --queue-hold-s 1 --coalesce 512 --jobs 1 --tenants"
+    assert call(monkeypatch, *asked.split(), *flags.split(), "a:share=1:budget=1,b:share=3") == 0
+    said = capsys.readouterr()
+    assert "queue klpm, coalescing" in said.err
+    rows = json.loads(said.out)
+    assert [row["policy"] for row in rows] == [
+        "multiplicative",
+        "multiplicative · a",
+        "multiplicative · b",
+    ]
+    assert sum(row["requests"] for row in rows[1:]) == rows[0]["requests"]
+    assert rows[2]["in_time_rate"] is None
+    assert call(monkeypatch, *asked.split(), *flags.split(), "a:size=1") == 2
+    assert "no 'size'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_replay_prints_a_table_and_writes_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -6,12 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from controlplane.core.coalesce import CoalesceConfig
 from controlplane.core.queue_lines import QueueConfig
 from lab.generators import generate
 from lab.replay_config import ReplayConfig
 from lab.replay_metrics import Metrics, measure
-from lab.replay_queue import budgets_of
 from lab.replay_result import Result, decode, encode
+from lab.replay_tenants import (
+    TenantShare,
+    budgets_by_tenant,
+    budgets_of,
+    parse_tenants,
+    tenants_of,
+)
 from lab.traces import Trace
 from tests.lab.replay_helpers import agents, chats, run, trace_of
 
@@ -146,6 +153,25 @@ def test_oracles_and_rivals_wait_as_the_planes_own_policies_do() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_holding_for_the_prefix_keeps_a_capped_fleet_out_of_the_spiral(seed: int) -> None:
+    """Agents at three quarters of saturation under a cap of 16, served by arrival and by pairs.
+
+    Whoever goes wherever there is room computes its prompt again, and the queue that this makes
+    keeps it so.
+    """
+    trace = generate("agent", seed=seed, duration_s=30.0, requests_per_s=9.0)
+    settings = {"instances": 8, "profile": "h20/qwen2.5-7b", "batch_cap": 16, "seed": seed}
+    numbers = {
+        name: measure(run(trace, queue=queue, **settings))
+        for name, queue in (("fcfs", FCFS), ("pairs", QueueConfig()))
+    }
+    assert numbers["pairs"].ttft_s[0] < 0.8 * numbers["fcfs"].ttft_s[0]
+    assert numbers["pairs"].hit_rate > numbers["fcfs"].hit_rate + 0.1
+    assert numbers["pairs"].served_rps > 1.25 * numbers["fcfs"].served_rps
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_under_overload_a_queue_keeps_answers_in_time(seed: int) -> None:
     """With it a third more of the answers begin in time, and latencies stay within budgets."""
@@ -170,6 +196,108 @@ def test_deadlines_first_meets_more_of_mixed_deadlines() -> None:
     assert sum(edf) > 1.08 * sum(fcfs)
 
 
+FLOOD = "chat:share=1,flood:share=9"
+
+
+def flooded(seed: int, tenants: str) -> Result:
+    """Two instances under half as much again as they can serve, whose requests by `tenants`."""
+    trace = generate("api", seed=seed, duration_s=8.0, requests_per_s=60.0)
+    settings = {"instances": 2, "profile": "h20/qwen2.5-7b", "batch_cap": 16, "seed": seed}
+    return run(trace, queue=QueueConfig(), tenants=parse_tenants(tenants), **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 3])
+def test_one_tenants_flood_leaves_anothers_p99_within_its_budget(seed: int) -> None:
+    """Nobody of it is refused, and 3 s suffice, where nine of ten requests wait for longer."""
+    result = flooded(seed, FLOOD)
+    chat, flood = (measure(result.of_tenant(place)) for place in (0, 1))
+    assert (chat.policy, flood.policy) == ("multiplicative · chat", "multiplicative · flood")
+    assert chat.requests + flood.requests == len(result.at_s)
+    assert (chat.shed_rate, result.unfinished) == (0.0, 0)
+    assert chat.ttft_s[3] < 3.0
+    assert flood.ttft_s[0] > 6.0
+    alone = measure(flooded(seed, "").of_tenant(0))
+    assert alone.ttft_s[0] > 1.5 * chat.ttft_s[3], "as one tenant everybody waits"
+
+
+@pytest.mark.slow
+def test_a_tenants_own_budget_is_kept_for_most_of_its_requests() -> None:
+    """Nearly twice as many are in time as if the flood was its own, which has no deadline here."""
+    chat, flood = (
+        measure(flooded(1, "chat:share=1:weight=3:budget=3,flood:share=9").of_tenant(place))
+        for place in (0, 1)
+    )
+    everybody = measure(flooded(1, "all:budget=3"))
+    assert (chat.in_time_rate or 0.0) > 1.8 * (everybody.in_time_rate or 1.0)
+    assert flood.in_time_rate is None
+
+
+def bursts(per: int = 6) -> Trace:
+    """Four new prefixes of 4,096 tokens, each asked for by several at once."""
+    requests = []
+    for group in range(4):
+        shared = tuple(range(1000 * group, 1000 * group + 256))
+        for number in range(per):
+            first = 100_000 + 100 * (per * group + number)
+            own = tuple(range(first, first + 10))
+            requests.append((1.5 * group + 0.02 * number, 4256, 20, (*shared, *own)))
+    return trace_of(*requests)
+
+
+@pytest.mark.parametrize("waits", [{}, {"queue": FCFS, "batch_cap": 6}])
+def test_coalescing_computes_a_prefix_once(waits: dict[str, object]) -> None:
+    """Five of six follow the first, to its instance if there is room, and find it computed."""
+    settings = {"instances": 4, "profile": "h20/qwen2.5-7b", **waits}
+    apart = run(bursts(), **settings)
+    together = run(bursts(), coalesce=CoalesceConfig(), **settings)
+    assert len(together.at_s) == len(apart.at_s) == 24
+    computed = [int((r.prompt_tokens - r.cached_tokens).sum()) for r in (apart, together)]
+    assert computed[1] < 0.6 * computed[0]
+    assert together.counts["coalesce:followed"] == 20
+    assert (measure(together).wait_s or (0.0,))[0] > 0
+    if not waits:
+        assert measure(apart).wait_s is None
+        assert computed[1] == 4 * 4096 + 24 * 160
+
+
+def test_tenants_that_are_kept_apart_follow_nobody_elses_requests() -> None:
+    """Each computes the prefix for itself."""
+    tenants = parse_tenants("a:isolated=true,b:isolated=true")
+    settings = {"instances": 4, "coalesce": CoalesceConfig(), "routers": 1}
+    together, apart = run(bursts(), **settings), run(bursts(), tenants=tenants, **settings)
+    assert apart.counts["coalesce:followed"] < together.counts["coalesce:followed"]
+    assert set(apart.tenant.tolist()) == {0, 1}
+
+
+def test_tenants_are_read_from_a_few_words() -> None:
+    """Shares, weights and budgets; what is missing has its default."""
+    found = parse_tenants("chat:share=1:weight=3:budget=0.5,batch")
+    assert found == (TenantShare("chat", 1.0, 3.0, 0.5), TenantShare("batch"))
+    assert parse_tenants("") == ()
+    whose = tenants_of(1000, parse_tenants("a:share=1,b:share=3"), 5)
+    assert 200 < (whose == 0).sum() < 300
+    own = budgets_by_tenant(np.full(3, 9.0), found, np.array([0, 1, 0]))
+    assert own.tolist() == [0.5, 9.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,a", "a is there twice"),
+        (":share=1", "has no name"),
+        ("a:size=1", "no 'size'"),
+        ("a:share=x", "tenant 'a:share=x'"),
+        ("a:share=0", "share must be positive"),
+        ("a:budget=-1", "budget must not be negative"),
+    ],
+)
+def test_tenants_that_make_no_sense_are_refused(text: str, said: str) -> None:
+    """By name."""
+    with pytest.raises(ValueError, match=said):
+        parse_tenants(text)
+
+
 def test_budgets_are_shared_out_by_the_seed() -> None:
     """Each request has one of them; 0 is none, and so is nothing."""
     assert np.isinf(budgets_of(3, (), 0)).all()
@@ -185,7 +313,13 @@ def test_waits_survive_being_written() -> None:
     """A result that was encoded and decoded has the same waits, and the same settings make it."""
     result = run(line_of(4), queue=FCFS, budgets_ttft_s=(0.2,), **ALONE)
     assert measure(decode(encode(result))) == measure(result)
-    config = ReplayConfig(queue=FCFS, batch_cap=4, budgets_ttft_s=(1.0, 2.0))
+    config = ReplayConfig(
+        queue=FCFS,
+        batch_cap=4,
+        budgets_ttft_s=(1.0, 2.0),
+        coalesce=CoalesceConfig(),
+        tenants=parse_tenants("a:weight=2"),
+    )
     assert msgspec.json.decode(msgspec.json.encode(config), type=ReplayConfig) == config
 
 
