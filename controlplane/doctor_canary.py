@@ -5,19 +5,23 @@
 3. the engine computes it, and its KV event yields the very keys that the router computed
 4. the router now promises a hit on that instance
 5. the engine reports exactly that many cached tokens
+
+It goes as a chat; as a completion to an engine that takes no chats, such as a base model's; and as
+a text to embed to one that generates nothing. Of embeddings engines report no cached tokens, and
+many models' prompts are not cached for them, so there the last two steps are left out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
 
 import msgspec
 
 from controlplane.core.hashing import chain, pack_tokens, unpack_hashes
-from controlplane.http_client import HttpClient
+from controlplane.http_client import HttpClient, HttpError
 from schemas import bus as messages
 from schemas.codec import RemoteError
 
@@ -41,6 +45,44 @@ class Finding(msgspec.Struct, frozen=True):
     mend: str = ""
 
 
+class _Form(msgspec.Struct, frozen=True):
+    """A way to send a prompt.
+
+    Attributes:
+        path: of the engine.
+        fields: return what a request says, but for its model.
+        read: the fields among them that `/tokenize` takes too, and how it calls them.
+        more: what else `/tokenize` is told.
+        sampled: whether tokens are generated, so that caching and usage can be looked at.
+    """
+
+    name: str
+    path: str
+    fields: Callable[[], dict[str, Any]]
+    read: tuple[str, str]
+    more: dict[str, Any] = {}
+    sampled: bool = True
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    """A prompt that an engine took.
+
+    Attributes:
+        body: of the request.
+        before: what the router had said of it.
+        tokens: what the engine makes of it.
+        answer: of the engine.
+        refused: why it did not go as a chat; empty if it did.
+    """
+
+    form: _Form
+    body: dict[str, Any]
+    before: dict[str, Any]
+    tokens: dict[str, Any]
+    answer: dict[str, Any]
+    refused: str
+
+
 class Canary:
     """Sends the prompts.
 
@@ -59,6 +101,7 @@ class Canary:
         self._admin_url = admin_url
         self._wait_s = wait_s
         self._stored: dict[str, set[int]] = {}
+        self._refused: dict[str, dict[str, str]] = {}  # model → form → what its engine said
 
     def hear(self, subject: str, payload: bytes) -> None:
         """Take a message of a block stream."""
@@ -73,25 +116,60 @@ class Canary:
 
     async def send(self, model: str, name: str, url: str) -> AsyncIterator[Finding]:
         """Yield what comes out on one instance. Raises HttpError."""
-        body = {"model": model, "messages": _prompt(), "max_tokens": 1, "temperature": 0}
-        before = await self._explain(body)
-        tokens = await self._engine.post(f"{url}/tokenize", {"model": model, **_chat_only(body)})
+        sent = await self._send_first(model, url)
+        before = sent.before
         keys = [int(key, 16) for key in before["block_hashes"]]
-        yield self._same_tokens(name, before, tokens, keys)
+        if sent.refused:
+            found = f"no, so it was sent {sent.form.name}: {sent.refused}"
+            yield Finding(name, "takes chats", True, found)
+        yield self._same_tokens(name, before, sent.tokens, keys)
         yield _unknown(name, _hit_on(before, name), before["prompt_tokens"])
-        first = await self._engine.post(f"{url}/v1/chat/completions", body)
+        if not sent.form.sampled:
+            return
         yield await self._same_keys(name, keys)
-        after = await self._explain(body)
+        after = await self._explain(sent.body)
         promised = _hit_on(after, name)
-        usage = (await self._engine.post(f"{url}/v1/chat/completions", body))["usage"]
+        usage = (await self._engine.post(f"{url}{sent.form.path}", sent.body))["usage"]
         actual = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if actual is None:
             mend = "start vLLM with --enable-prompt-tokens-details to let this be compared"
             yield Finding(name, "promised hit", False, "the engine reports no cached tokens", mend)
             return
-        ok = actual == promised and first["usage"]["prompt_tokens"] == before["prompt_tokens"]
+        ok = actual == promised and sent.answer["usage"]["prompt_tokens"] == before["prompt_tokens"]
         mend = "" if ok else "prefix caching may be off, or another client filled the cache"
         yield Finding(name, "promised hit", ok, f"promised {promised}, engine {actual}", mend)
+
+    async def _send_first(self, model: str, url: str) -> _Sent:
+        """Send a new prompt in the first form that the engine takes.
+
+        Raises:
+            HttpError: it takes none, for which the first one's reason is given, or is not there.
+        """
+        refused = self._refused.setdefault(model, {})
+        first: HttpError | None = None
+        for form in _FORMS:
+            if form.name in refused:
+                continue
+            try:
+                return await self._send_as(form, model, url, next(iter(refused.values()), ""))
+            except HttpError as error:
+                if error.status not in _NOT_OFFERED:
+                    raise
+                first = first or error
+                refused[form.name] = str(error)
+        refused.clear()
+        assert first is not None, "a form that was not refused before was tried"
+        raise first
+
+    async def _send_as(self, form: _Form, model: str, url: str, refused: str) -> _Sent:
+        """Send a new prompt in one form. Raises HttpError."""
+        body = {"model": model, **form.fields()}
+        before = await self._explain(body)
+        mine, theirs = form.read
+        asked = {"model": model, theirs: body[mine], **form.more}
+        tokens = await self._engine.post(f"{url}/tokenize", asked)
+        answer = await self._engine.post(f"{url}{form.path}", body)
+        return _Sent(form, body, before, tokens, answer, refused)
 
     async def _explain(self, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = await self._admin.post(f"{self._admin_url}/debug/explain", body)
@@ -138,17 +216,45 @@ def _unknown(name: str, hit: int, prompt_tokens: int) -> Finding:
     return Finding(name, "new prompt is unknown", ok, found, mend)
 
 
-def _prompt() -> list[dict[str, str]]:
-    """Return a chat that shares no block with any other, about a hundred tokens long."""
+def _text() -> str:
+    """Return a text that shares no block with any other, about a hundred tokens long."""
     words = " ".join(secrets.choice(_WORDS) for _ in range(96))
-    return [
-        {"role": "system", "content": f"{secrets.token_hex(16)} {words}"},
+    return f"{secrets.token_hex(16)} {words}"
+
+
+def _chat() -> dict[str, Any]:
+    messages = [
+        {"role": "system", "content": _text()},
         {"role": "user", "content": "Answer with one word."},
     ]
+    return {"messages": messages, **_ONE_TOKEN}
 
 
-def _chat_only(body: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": body["messages"], "add_generation_prompt": True}
+_ONE_TOKEN: Final[dict[str, Any]] = {"max_tokens": 1, "temperature": 0}
+_FORMS: Final = (
+    _Form(
+        "as a chat",
+        "/v1/chat/completions",
+        _chat,
+        ("messages", "messages"),
+        {"add_generation_prompt": True},
+    ),
+    _Form(
+        "as a completion",
+        "/v1/completions",
+        lambda: {"prompt": _text(), **_ONE_TOKEN},
+        ("prompt", "prompt"),
+    ),
+    _Form(
+        "to be embedded",
+        "/v1/embeddings",
+        lambda: {"input": _text()},
+        ("input", "prompt"),
+        sampled=False,
+    ),
+)
+_NOT_OFFERED: Final = frozenset({400, 404, 405, 422, 501})
+"""How engines say that a model is none for such a request."""
 
 
 def _hit_on(explained: dict[str, Any], instance: str) -> int:
