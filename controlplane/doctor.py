@@ -248,7 +248,7 @@ def _unreadable(listing: Listing[Any]) -> Finding | None:
 def _of_row(row: InstanceRow) -> Finding:
     found = "; ".join([row.state, *row.notes])
     if row.broken or row.state == "stopped":
-        mend = "start its sidecar again, or wait until its record runs out, some minutes"
+        mend = "start its sidecar again, or wait until its record runs out, two hours from then"
         if row.state != "silent":
             mend = "see the note; `multiplane instances` shows when it is mended"
         return Finding(row.instance, "registered", False, found, mend)

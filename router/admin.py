@@ -111,6 +111,7 @@ class Admin:
             "trust": instance.trust,
             "mirror_complete": instance.record.mirror_complete,
             "blind": instance.record.blind,
+            "card_differs": not served.cards_seen.get(instance.record.card, True),
             "batch_size": int(plane.ledger.batch[row]),
             "queued_tokens": int(plane.ledger.queued[row]),
             "load": plane.ledger.of(instance.record.instance_id),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import msgspec
 
-from controlplane.core.effects import Effect
+from controlplane.core.effects import Alarm, Effect
 from controlplane.core.plane import Plane, PlaneConfig
 from router.template_habits import Habits
 from router.tokens import PromptReader
@@ -19,6 +21,9 @@ _READ_FIELDS = (
     *("block_size", "tokenizer_config", "template_kwargs", "content_format"),
     *("drop_unchosen_tools", "probes"),
 )
+
+
+CARDS_SEEN_MAX: Final = 64
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -42,6 +47,8 @@ class ServedModel:
         habits: how Anthropic's messages become chats.
         max_model_len: the longest context that any instance takes; None if none says.
         idle_since_s: since when it has had no instance and no request; None if it has some.
+        changing_card: held while a card is looked at, so that the next one is compared with it.
+        cards_seen: digest of a card → whether it reads prompts as the one in use does.
     """
 
     def __init__(self, model: str, plane: Plane) -> None:
@@ -53,12 +60,38 @@ class ServedModel:
         self.habits = Habits()
         self.max_model_len: int | None = None
         self.idle_since_s: float | None = None
+        self.cards_seen: dict[str, bool] = {}
+        self.changing_card = asyncio.Lock()
         self._made_from: ModelCard | None = None
 
     @property
     def idle(self) -> bool:
         """Whether it has neither an instance nor a request on its way."""
         return not len(self.plane.fleet) and not self.plane.requests.tickets
+
+    @property
+    def card_in_use(self) -> bool:
+        """Whether prompts are read by a card that belongs to some instance."""
+        return bool(self.card) and any(i.record.card == self.card for i in self.plane.fleet)
+
+    def saw_card(self, digest: str, *, alike: bool) -> None:
+        """Remember whether a card reads prompts as the one in use does; some, not for ever."""
+        if len(self.cards_seen) >= CARDS_SEEN_MAX:
+            self.cards_seen.clear()
+        self.cards_seen[digest] = alike
+
+    def card_differs(self, digest: str) -> list[Effect]:
+        """Return an alarm about the instances whose card reads prompts otherwise than the others'.
+
+        Their engines make other tokens of a prompt than routers do, and so find no hit in it.
+        """
+        names = [each.record.instance_id for each in self.plane.fleet if each.record.card == digest]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text = (
+            f"its model card{more} reads prompts otherwise than the one in use, {self.card[:12]}: "
+            "its cache does not count; start engine and sidecar as the others of this model"
+        )
+        return [Alarm("card_differs", names[0], text)] if names else []
 
     def close(self) -> None:
         """Forget its prompts."""
@@ -80,6 +113,7 @@ class ServedModel:
         """Read prompts as a card says from now on, and forget what the reader before knew."""
         before, self.reader = self.reader, reader
         self.card, self.block_size, self.habits = digest, card.block_size, habits
+        self.cards_seen = {digest: True}
         self._made_from = card
         if before is not None:
             before.close()

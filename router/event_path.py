@@ -265,9 +265,12 @@ class EventPath:
         return False
 
     def _want_card(self, served: ServedModel, digest: str) -> None:
-        """Fetch a model card, unless the one in use still belongs to some instance."""
-        used = served.card and any(i.record.card == served.card for i in served.plane.fleet)
-        if digest and not used and digest not in self._loading:
+        """Fetch a card: one to read prompts by, or one to see that it reads them as the one used.
+
+        The one in use stays as long as any instance has it.
+        """
+        known = digest in self._loading or (served.card_in_use and digest in served.cards_seen)
+        if digest and not known:
             self._loading.add(digest)
             self._spawn(self._read_card(served, digest))
 
@@ -281,7 +284,8 @@ class EventPath:
                     data = await self._cards.get(digest)
                     if data is not None:
                         await asyncio.to_thread(_check_digest, digest, data)
-                        await self._use_card(served, digest, messages.decode_card(data))
+                        async with served.changing_card:
+                            await self._use_card(served, digest, messages.decode_card(data))
                         return
                 except BusError as error:
                     logger.debug("model card %s: %s", digest[:12], error)
@@ -296,7 +300,13 @@ class EventPath:
 
     async def _use_card(self, served: ServedModel, digest: str, card: messages.ModelCard) -> None:
         """Read prompts by a card from now on; a reader is made only if it would differ."""
-        if served.reads_alike(card):
+        alike = served.reads_alike(card)
+        served.saw_card(digest, alike=alike)
+        if served.card_in_use:
+            if not alike:
+                self.carry_out(served.card_differs(digest))
+            return
+        if alike:
             served.keep_reader(digest)
         else:
             reader = await asyncio.to_thread(self._make_reader, card)

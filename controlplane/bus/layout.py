@@ -93,8 +93,9 @@ _STREAM_BOUNDS: dict[str, tuple[float, int]] = {
 
 _BUCKETS = (
     # Renewed every 2 s. The time to live only sweeps up after the dead; it is long, so that a
-    # server that was down for minutes does not come back having forgotten everybody.
-    BucketSpec(subjects.INSTANCES, history=1, ttl_s=600.0, bytes_max=64 * MIB),
+    # server that was down for minutes does not come back having forgotten everybody, and so that
+    # routers that start while all sidecars are gone still know the engines for a while.
+    BucketSpec(subjects.INSTANCES, history=1, ttl_s=2 * HOUR_S, bytes_max=64 * MIB),
     BucketSpec(subjects.ROUTERS, history=1, ttl_s=300.0, bytes_max=16 * MIB),
     BucketSpec(subjects.VERDICTS, history=8, ttl_s=0.0, bytes_max=64 * MIB),
     BucketSpec(subjects.LEADERS, history=8, ttl_s=60.0, bytes_max=4 * MIB),

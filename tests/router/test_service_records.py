@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import msgspec
 import pytest
 
 from controlplane.operator import Operator
+from router.directory import CARDS_SEEN_MAX
 from schemas import subjects
 from schemas.bus import InstanceRecord
 from schemas.codec import encode
@@ -160,3 +164,64 @@ async def test_a_card_that_is_not_what_its_name_says_is_not_used() -> None:
         assert rig.served.reader is None
         await rig.chat("hi")
         assert len(engine.received) == 1
+
+
+async def _with_card(rig: ServiceRig, name: str, **changes: Any) -> None:
+    """Put a card on the bus, and an instance that has it."""
+    data = encode(msgspec.structs.replace(tiny_card(), **changes))
+    digest = hashlib.sha256(data).hexdigest()
+    await (await rig.bus.objects(subjects.MODELS)).put(digest, data)
+    url = f"http://127.0.0.1:{sum(name.encode())}"
+    await rig.put(InstanceRecord(name, MODEL, url, epoch=1, kv_events=False, card=digest))
+
+
+async def test_an_instance_whose_card_reads_otherwise_is_named() -> None:
+    """Every instance's card is looked at, not only the one that prompts are read by."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        used = rig.served.card
+        await _with_card(rig, "longer", max_model_len=512)
+        await until(lambda: len(rig.served.cards_seen) == 2)
+        assert rig.process.events.counts["card_differs"] == 0
+        await _with_card(rig, "odd", chat_template="{{ messages[0].content }}")
+        await until(lambda: rig.process.events.counts["card_differs"])
+        state = await rig.http.get(f"{rig.admin}/debug/state")
+        differs = {i["instance"]: i["card_differs"] for i in state["models"][MODEL]["instances"]}
+        assert differs == {"a": False, "longer": False, "odd": True}
+        await _with_card(rig, "odd", chat_template="{{ messages[0].content }}")
+        await _with_card(rig, "odd-too", chat_template="{{ messages[0].content }}")
+        await until(lambda: rig.known("odd-too"))
+        assert rig.process.events.counts["card_differs"] == 1
+        assert rig.served.card == used
+
+
+async def test_of_two_cards_that_come_at_once_one_is_used_and_the_other_named() -> None:
+    """Whichever is read first; that they come together hides nothing."""
+    async with ServiceRig() as rig:
+        await _with_card(rig, "one")
+        await _with_card(rig, "two", chat_template="{{ messages[0].content }}")
+        await until(lambda: rig.process.events.counts["card_differs"])
+        assert sorted(rig.served.cards_seen.values()) == [False, True]
+        assert rig.served.cards_seen[rig.served.card]
+
+
+async def test_the_last_card_that_is_left_is_used() -> None:
+    """Once nobody has the one before, prompts are read by what the remaining engines have."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        await _with_card(rig, "odd", chat_template="{{ messages[0].content }}")
+        await until(lambda: rig.process.events.counts["card_differs"])
+        await rig.put(msgspec.structs.replace(rig.known("a").record, state="stopped"))
+        record = rig.known("odd").record
+        await rig.put(msgspec.structs.replace(record, seq=record.seq + 1))
+        await until(lambda: rig.served.card == record.card)
+        assert rig.served.cards_seen == {record.card: True}
+
+
+async def test_cards_that_were_seen_are_remembered_up_to_a_bound() -> None:
+    """Beyond it they are looked at again."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        for number in range(CARDS_SEEN_MAX):
+            rig.served.saw_card(f"{number}", alike=False)
+        assert len(rig.served.cards_seen) == 1
