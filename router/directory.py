@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -47,7 +46,6 @@ class ServedModel:
         habits: how Anthropic's messages become chats.
         max_model_len: the longest context that any instance takes; None if none says.
         idle_since_s: since when it has had no instance and no request; None if it has some.
-        changing_card: held while a card is looked at, so that the next one is compared with it.
         cards_seen: digest of a card → whether it reads prompts as the one in use does.
     """
 
@@ -61,7 +59,6 @@ class ServedModel:
         self.max_model_len: int | None = None
         self.idle_since_s: float | None = None
         self.cards_seen: dict[str, bool] = {}
-        self.changing_card = asyncio.Lock()
         self._made_from: ModelCard | None = None
 
     @property

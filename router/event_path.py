@@ -284,8 +284,7 @@ class EventPath:
                     data = await self._cards.get(digest)
                     if data is not None:
                         await asyncio.to_thread(_check_digest, digest, data)
-                        async with served.changing_card:
-                            await self._use_card(served, digest, messages.decode_card(data))
+                        await self._use_card(served, digest, messages.decode_card(data))
                         return
                 except BusError as error:
                     logger.debug("model card %s: %s", digest[:12], error)
@@ -300,17 +299,22 @@ class EventPath:
 
     async def _use_card(self, served: ServedModel, digest: str, card: messages.ModelCard) -> None:
         """Read prompts by a card from now on; a reader is made only if it would differ."""
+        reader = None
+        if not served.card_in_use and not served.reads_alike(card):
+            reader = await asyncio.to_thread(self._make_reader, card)
+            habits = await asyncio.to_thread(habits_of, card)
         alike = served.reads_alike(card)
         served.saw_card(digest, alike=alike)
-        if served.card_in_use:
+        if served.card_in_use:  # already, or since a moment ago
+            if reader is not None:
+                reader.close()
             if not alike:
                 self.carry_out(served.card_differs(digest))
             return
-        if alike:
+        if reader is None:
             served.keep_reader(digest)
         else:
-            reader = await asyncio.to_thread(self._make_reader, card)
-            served.use(digest, card, reader, await asyncio.to_thread(habits_of, card))
+            served.use(digest, card, reader, habits)
             if reader.problem:
                 logger.warning(
                     "prompts for %s cannot be read exactly, and are routed by load: %s",
