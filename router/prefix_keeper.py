@@ -119,8 +119,10 @@ class PrefixKeeper:
         self, tenant: str, resolved: Resolved, hashes: Sequence[BlockHash], asked: Asked
     ) -> None:
         """Count a prompt as a use of the prefixes that it begins with, and keep those from it."""
-        if not self.registry.knows(tenant):
-            self._learn(tenant)
+        tables = self.registry.tables.get(tenant)
+        if not tables:
+            if tables is None:
+                self._learn(tenant)
             return
         for prefix in self.registry.used(tenant, resolved.served.model, hashes):
             met = tenant, prefix.id
@@ -130,6 +132,8 @@ class PrefixKeeper:
 
     def _learn(self, tenant: str) -> None:
         """Read what a tenant has registered, soon; without the bus, at a later look."""
+        if self.registry.is_full:
+            return
         self.store.stale.add(tenant)
         if self.store.connected and (self._learning is None or self._learning.done()):
             self._learning = self._loop.create_task(self._refresh(0))

@@ -113,8 +113,9 @@ class PrefixStore:
             if entry is None and before.prefixes:
                 logger.warning("the bus has lost the prefixes of tenant %r: told anew", tenant)
                 return await self._change(tenant, secrets.token_hex(8), lambda record: record)
-            self._settle(self._understood(tenant, entry), before.version)
-        return self._registry.current(tenant, self._clock())
+            record = self._understood(tenant, entry)
+            self._settle(record, before.version)
+            return aged(record, self._registry.elapsed_s(record, self._clock()))
 
     async def change(self, tenant: str, mark: str, apply: Apply) -> TenantPrefixes:
         """Change a tenant's record, once.

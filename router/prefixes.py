@@ -22,13 +22,14 @@ from router.prefix_records import aged, find
 from router.tenants import TENANTS_MAX
 from schemas.bus import RegisteredPrefix, TenantPrefixes
 
-_NOTHING: Final[dict[int, dict[BlockHash, RegisteredPrefix]]] = {}
+_Lengths = dict[int, dict[BlockHash, RegisteredPrefix]]
+_NOTHING: Final[_Lengths] = {}
 
 
 class _Tenant:
-    """One tenant's record, and since when; its prefixes by model, length and key; their uses."""
+    """One tenant's record, and since when; the uses of its prefixes."""
 
-    __slots__ = ("record", "since_s", "tables", "uses")
+    __slots__ = ("record", "since_s", "uses")
 
     def __init__(self, record: TenantPrefixes, now_s: float) -> None:
         self.uses: Counter[str] = Counter()
@@ -37,10 +38,6 @@ class _Tenant:
     def take(self, record: TenantPrefixes, now_s: float) -> None:
         self.record = record
         self.since_s = now_s
-        self.tables: dict[str, dict[int, dict[BlockHash, RegisteredPrefix]]] = {}
-        for each in record.prefixes:
-            lengths = self.tables.setdefault(each.model, {})
-            lengths.setdefault(each.blocks, {})[each.key] = each
         for handle in self.uses.keys() - {each.id for each in record.prefixes}:
             del self.uses[handle]
 
@@ -49,10 +46,12 @@ class PrefixRegistry:
     """The registered prefixes of all tenants, as far as they are known here.
 
     Attributes:
+        tables: tenant → model → whole blocks → key → prefix; of all whose records are known.
         refused: records of tenants beyond the most that are known at once.
     """
 
     def __init__(self, tenants_max: int = TENANTS_MAX) -> None:
+        self.tables: dict[str, dict[str, _Lengths]] = {}
         self.refused = 0
         self._tenants_max = tenants_max
         self._tenants: dict[str, _Tenant] = {}
@@ -60,6 +59,11 @@ class PrefixRegistry:
     def __len__(self) -> int:
         """Prefixes that are known here."""
         return sum(len(tenant.record.prefixes) for tenant in self._tenants.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further tenant's record can be known."""
+        return len(self._tenants) >= self._tenants_max
 
     @property
     def tenants(self) -> list[str]:
@@ -118,11 +122,16 @@ class PrefixRegistry:
         known = self._tenants.get(record.tenant)
         if known is not None:
             known.take(record, now_s)
-        elif len(self._tenants) < self._tenants_max:
-            self._tenants[record.tenant] = _Tenant(record, now_s)
-        else:
+        elif self.is_full:
             self.refused += 1
             return False
+        else:
+            self._tenants[record.tenant] = _Tenant(record, now_s)
+        tables: dict[str, _Lengths] = {}
+        for each in record.prefixes:
+            lengths = tables.setdefault(each.model, {})
+            lengths.setdefault(each.blocks, {})[each.key] = each
+        self.tables[record.tenant] = tables
         return True
 
     def skip(self, seconds: float) -> None:
@@ -135,15 +144,13 @@ class PrefixRegistry:
 
         Complexity: a look-up for each length that the tenant has registered for the model.
         """
-        known = self._tenants.get(tenant)
         found: list[RegisteredPrefix] = []
-        if known is None:
-            return found
-        for blocks, table in known.tables.get(model, _NOTHING).items():
-            if blocks <= len(hashes):
+        count = len(hashes)
+        for blocks, table in self.tables.get(tenant, {}).get(model, _NOTHING).items():
+            if blocks <= count:
                 prefix = table.get(hashes[blocks - 1])
                 if prefix is not None:
-                    known.uses[prefix.id] += 1
+                    self._tenants[tenant].uses[prefix.id] += 1
                     found.append(prefix)
         return found
 

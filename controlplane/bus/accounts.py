@@ -141,12 +141,12 @@ def _of_router(member: Router) -> Permissions:
     # What it may write it must not have sent to it by a consumer: of registered prefixes it reads
     # single values, and hears what others write as they do.
     values = _read_values(_kv(subjects.ROUTERS), _kv(subjects.PREFIXES))
-    registered = f"$KV.{subjects.PREFIXES}.*"
-    publish = [*read, *values, subjects.all_of("snapshot"), registered]
+    publish = [*read, *values, subjects.all_of("snapshot"), f"$KV.{subjects.PREFIXES}.*"]
     for token in map(encode_token, member.ids) if member.ids else ("*",):
         publish += [f"{subjects.PREFIX}.route.*.{token}", f"$KV.{subjects.ROUTERS}.*.{token}"]
     kinds = ("kv", "load", "route", "hotspot", "policy")
-    return Permissions(tuple(publish), (*(subjects.all_of(kind) for kind in kinds), registered))
+    heard = (*(subjects.all_of(kind) for kind in kinds), f"$KV.{subjects.PREFIXES}.>")
+    return Permissions(tuple(publish), heard)
 
 
 _BUCKETS = tuple(

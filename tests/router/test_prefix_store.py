@@ -167,6 +167,18 @@ async def test_what_cannot_be_read_is_counted(value: bytes) -> None:
     assert stores.stored().version == 2
 
 
+async def test_a_tenant_that_cannot_be_known_here_is_read_and_changed_all_the_same() -> None:
+    """It is only that nobody counts its uses at this router."""
+    stores = await Stores().start()
+    quick = PrefixStore(stores.bus, PrefixRegistry(tenants_max=0), stores.changed.append)
+    await quick.start()
+    await quick.change("a", "1", once_more)
+    assert (await quick.change("a", "2", once_more)).prefixes[0].references == 2
+    assert (await quick.read("a")).prefixes[0].references == 2
+    await quick.stop()
+    await until(lambda: stores.changed == ["a"] * 4)  # the other two hear of two changes
+
+
 async def test_before_it_has_started_nothing_can_be_done() -> None:
     """A caller that is too early is told so."""
     with pytest.raises(BusError, match="starting"):

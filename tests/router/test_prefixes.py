@@ -103,5 +103,5 @@ def test_tenants_are_bounded() -> None:
     registry = PrefixRegistry(tenants_max=1)
     assert registry.heard(record(1, registered(1)), 0.0)
     assert not registry.heard(record(1, registered(1), tenant="b"), 0.0)
-    assert (registry.refused, registry.tenants) == (1, ["a"])
+    assert (registry.refused, registry.tenants, registry.is_full) == (1, ["a"], True)
     assert registry.heard(record(2), 0.0)
