@@ -58,6 +58,12 @@ BARE: Final = Target(
     ["{python}", "-m", "bench.proxy_bare", "--port", "{port}", "--engines", "{engines}"],
 )
 
+FLOOR: Final = Target(
+    "floor of python",
+    ["{python}", "-m", "bench.proxy_floor", "--port", "{port}", "--engines", "{engines}"],
+)
+"""A relay with nothing in it: what of the costs is uvloop's reading and writing; has no bars."""
+
 # One thread each, as our router is one process: CPU time is compared, not parallelism.
 _HAPROXY: Final = """
 global
@@ -115,7 +121,7 @@ http {{
 
 def built_in_targets() -> tuple[list[Target], list[str]]:
     """Return the built-in targets that can be started here, and why the others cannot."""
-    targets, missing = [FULL, BARE], []
+    targets, missing = [FULL, BARE, FLOOR], []
     for name, binary, argv, files in (
         ("haproxy", "haproxy", ["-db", "-f", "{dir}/haproxy.cfg"], {"haproxy.cfg": _HAPROXY}),
         ("nginx", "nginx", ["-c", "{dir}/nginx.conf", "-p", "{dir}"], {"nginx.conf": _NGINX}),

@@ -33,10 +33,6 @@ _SIZE_LINE_PREFIX: Final = re.compile(
 )
 _TRAILER: Final = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
 
-_PLAIN_SIZE: Final = re.compile(rb"[0-9A-Fa-f]{1,15}")
-PLAIN_SIZE_BYTES_MAX: Final = 17
-"""How far into a chunk the line break after a plain size can reach."""
-
 _SIZE, _DATA, _BREAK, _TRAILERS, _DONE = range(5)
 
 
@@ -49,7 +45,7 @@ class ChunkScanner:
 
     Attributes:
         between: no chunk has begun that is not complete; so a read that is exactly one chunk, as
-            nearly every read of a stream is, need not be fed (see `plain_size`).
+            nearly every read of a stream is, need not be fed (see `chunk_start`).
     """
 
     __slots__ = ("_kept", "_left", "_state", "between")
@@ -144,6 +140,14 @@ class ChunkScanner:
 
 
 @lru_cache(4096)
-def plain_size(line: bytes) -> int:
-    """Return the size that a size line without extension says, 0 if it is not one."""
-    return int(line, 16) if _PLAIN_SIZE.fullmatch(line) else 0
+def chunk_start(length: int) -> bytes:
+    """Return what a read of `length` bytes begins with if it is one chunk, as servers write them.
+
+    That is a size line without extension, in lower case; of no length there are two that fit. Where
+    there is none, a chunk begins in no way: what is returned no chunk begins with.
+    """
+    for digits in range(1, 16):
+        line = b"%x\r\n" % max(length - digits - 4, 0)
+        if len(line) == digits + 2 and not line.startswith(b"0"):
+            return line
+    return b"\r\n"

@@ -52,11 +52,7 @@ logger = logging.getLogger(__name__)
 RETRIES_MAX: Final = 2
 CONNECTING_S_MAX: Final = 10.0
 """How long a request may look for an instance that takes connections: five that hang."""
-TAIL_BYTES_MAX: Final = 4096
 RETRY_AFTER_S: Final = 1.0
-
-# The last reads of a body are kept as they are and cut to the tail once in so many bytes.
-_TRIM_EVERY_BYTES: Final = 2 * TAIL_BYTES_MAX
 
 _METHODS_WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
@@ -128,7 +124,7 @@ class Observer(Protocol):
             status: what the client was answered with; 0 if nothing reached it.
             body_bytes: body bytes from the engine, framing included.
             now_s: when.
-            usage_tail: the body's last bytes, at most `TAIL_BYTES_MAX`, chunk framing removed.
+            usage_tail: the body's last bytes, some 4 KiB at most, chunk framing removed.
         """
 
 
@@ -211,7 +207,6 @@ class _Forward:
         "_attempt",
         "_body",
         "_call",
-        "_counted_bytes",
         "_ended",
         "_exchange",
         "_first_byte_s",
@@ -219,21 +214,17 @@ class _Forward:
         "_framed",
         "_head",
         "_key",
-        "_last",
         "_next_upstream",
         "_observer",
         "_refused_s",
         "_response",
         "_response_lines",
-        "_room_bytes",
         "_scanner",
         "_started",
-        "_write",
     )
 
     _key: Hashable
     _scanner: ChunkScanner  # when chunks must be taken apart
-    _write: Callable[[bytes], None]
 
     def __init__(
         self,
@@ -261,10 +252,6 @@ class _Forward:
         self._started = False
         self._framed = True
         self._ended = False
-        self._last: list[bytes] = []
-        # Body bytes passed so far: `_counted_bytes` + `_TRIM_EVERY_BYTES` - `_room_bytes`.
-        self._counted_bytes = -_TRIM_EVERY_BYTES
-        self._room_bytes = 0
 
     def begin(self, key: Hashable) -> None:
         """Send the request to its first instance, unless the client has left."""
@@ -301,17 +288,9 @@ class _Forward:
             self._retry(Outcome.STATUS_5XX)
 
     def on_data(self, data: bytes) -> None:
-        """Pass bytes of the body on to the client."""
-        self._last.append(data)
-        room_bytes = self._room_bytes = self._room_bytes - len(data)
-        if room_bytes < 0:
-            self._trim()
-            if not self._started:
-                self._start(data)
-                self._tell(self._observer.on_first_byte, self._forwarder.clock())
-                return
-        write = self._write  # A call through a local name is cheaper; this runs once a token.
-        write(data)
+        """Begin the client's answer with the first of the body; the rest goes past this object."""
+        self._start(data)
+        self._tell(self._observer.on_first_byte, self._forwarder.clock())
 
     def on_end(self) -> None:
         """Complete the client's answer."""
@@ -387,16 +366,14 @@ class _Forward:
         if self._ended:
             return
         self._ended = True
-        self._call = None
+        call, self._call = self._call, None
         now_s = self._forwarder.clock()
         self._end_attempt(outcome, now_s)
-        response, tail = self._response, b""
-        if self._started and response is not None:
-            status = response.status
-            tail = b"".join(self._last)[-TAIL_BYTES_MAX:]
+        response, tail, body_bytes = self._response, b"", 0
+        if self._started and response is not None and call is not None:
+            status, tail, body_bytes = response.status, call.tail, call.body_bytes
             if response.chunked:
                 tail = _CHUNK_BREAK.sub(b"", b"\r\n" + tail)
-        body_bytes = self._counted_bytes + _TRIM_EVERY_BYTES - self._room_bytes
         self._tell(self._observer.on_end, outcome, status, body_bytes, now_s, tail)
 
     def _tell(self, method: Callable[..., None], *args: object) -> None:
@@ -414,29 +391,24 @@ class _Forward:
         assert response is not None
         self._started = True
         self._body = b""
-        if self._call is not None:
-            self._call.body = b""
         head = self._response_head(response)
         if response.chunked and not exchange.head.http11:
             self._scanner = ChunkScanner()
-            self._write = self._write_content
+            write: Callable[[bytes], None] = self._write_content
             exchange.start(head)
-            self._write(data)
+            write(data)
         else:
             exchange.start(head + data)
-            self._write = exchange.write
+            write = exchange.write
+        if self._call is not None:
+            self._call.body = b""
+            self._call.pass_to(write)
 
     def _write_content(self, data: bytes) -> None:
         """Send the content of chunks to a client that knows no chunks."""
         content: list[bytes] = []
         self._scanner.feed(data, content)
         self._exchange.write(b"".join(content))
-
-    def _trim(self) -> None:
-        """Keep no more of the body than its tail."""
-        self._last = [b"".join(self._last)[-TAIL_BYTES_MAX:]]
-        self._counted_bytes += _TRIM_EVERY_BYTES - self._room_bytes
-        self._room_bytes = _TRIM_EVERY_BYTES
 
     def _response_head(self, response: ResponseHead) -> bytes:
         """Return the head for the client: the engine's, but for what ends at this hop."""

@@ -56,7 +56,10 @@ class Sink(Protocol):
         """The final response head has come (interim ones are dropped)."""
 
     def on_data(self, data: bytes) -> None:
-        """Bytes of the body have come, framing included; the first call is the first byte."""
+        """Bytes of the body have come, framing included; the first call is the first byte.
+
+        May leave those that follow to another, see `UpstreamCall.pass_to`.
+        """
 
     def on_end(self) -> None:
         """The body is complete."""
@@ -143,6 +146,8 @@ class UpstreamCall:
         begun: body bytes have come (noticed by the tick; see `UpstreamConnection.heard`).
         paused: the caller does not want data for now.
         length: the answer's Content-Length, None if it has none; known with its head.
+        body_bytes, tail: how many bytes of the body have come, framing included, and the last of
+            them; known once the call has ended.
         ended: nothing more will be told.
         connection: what carries it, once there is one.
     """
@@ -152,6 +157,7 @@ class UpstreamCall:
         "begun",
         "bodiless",
         "body",
+        "body_bytes",
         "connection",
         "deadline_s",
         "ended",
@@ -161,6 +167,7 @@ class UpstreamCall:
         "length",
         "paused",
         "sink",
+        "tail",
     )
 
     def __init__(
@@ -184,6 +191,8 @@ class UpstreamCall:
         self.begun = False
         self.paused = False
         self.length: int | None = None
+        self.body_bytes = 0
+        self.tail = b""
         self.ended = False
         self.connection: UpstreamConnection | None = None
 
@@ -194,6 +203,11 @@ class UpstreamCall:
         self._pool.forget(self)
         if self.connection is not None:
             self.connection.drop()
+
+    def pass_to(self, write: Callable[[bytes], None]) -> None:
+        """Let `write` have the body's further bytes, in place of the sink's `on_data`."""
+        if self.connection is not None:
+            self.connection.pass_to(write)
 
     def pause(self) -> None:
         """Take no more data for now."""

@@ -11,8 +11,10 @@ Theory of operation. A connection is in one state:
     CLOSED     nothing
 
 The bytes of a body go to the call's sink as they came, chunk framing included: they are looked at
-only to find their end. A connection is used again only if nothing speaks against it: the engine
-keeps it alive, the request was sent in full, and not a byte came after the answer's end.
+only to find their end. They are counted here, too, and the last of them kept for whoever reads
+them when all is over, as one function less to call for every token is felt. A connection is used
+again only if nothing speaks against it: the engine keeps it alive, the request was sent in full,
+and not a byte came after the answer's end.
 
 A sink may cancel its call from within any callback; whatever follows a callback checks for that.
 """
@@ -23,13 +25,17 @@ import asyncio
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Final
 
-from router.http_chunks import PLAIN_SIZE_BYTES_MAX, ChunkError, ChunkScanner, plain_size
+from router.http_chunks import ChunkError, ChunkScanner, chunk_start
 from router.http_head import HeadError, ResponseHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from router.upstream import Instance, UpstreamCall, UpstreamPool
+
+TAIL_BYTES_MAX: Final = 4096
+# The last reads of a body are kept as they are and cut to the tail once in so many bytes.
+_TRIM_EVERY_BYTES: Final = 2 * TAIL_BYTES_MAX
 
 # Below this a body is copied behind its head, to be sent by one cheap write.
 _JOIN_BYTES_MAX: Final = 64 * 1024
@@ -74,15 +80,18 @@ class UpstreamConnection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_body_bytes",
         "_call",
         "_counted",
         "_held",
         "_instance",
         "_keep_alive",
+        "_last",
         "_left",
         "_on_data",
         "_pool",
         "_reused",
+        "_room_bytes",
         "_scanner",
         "_transport",
         "heard",
@@ -92,7 +101,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     _transport: asyncio.Transport
     _scanner: ChunkScanner  # the present body's
-    _on_data: Callable[[bytes], None]  # the present call's sink
+    _on_data: Callable[[bytes], None]  # the present call's sink, or what it passes bytes on to
 
     def __init__(self, pool: UpstreamPool, instance: Instance) -> None:
         self._pool = pool
@@ -101,6 +110,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._call: UpstreamCall | None = None
         self._held = b""
         self._left = 0
+        # The last reads of the present body; before them, all reads came to
+        # `_body_bytes` + `_TRIM_EVERY_BYTES` - `_room_bytes`.
+        self._last: list[bytes] = []
+        self._body_bytes = 0
+        self._room_bytes = _TRIM_EVERY_BYTES
         self._keep_alive = False
         self._reused = False
         self.state = _IDLE
@@ -118,10 +132,13 @@ class UpstreamConnection(asyncio.Protocol):
         state = self.state
         if state is _CHUNKED:
             self.heard = True
-            stop = data.find(b"\r\n", 0, PLAIN_SIZE_BYTES_MAX)
-            size = plain_size(data[:stop])
-            whole = size and stop + size + 4 == len(data) and data.endswith(b"\r\n")
+            size = len(data)
+            whole = data.startswith(chunk_start(size)) and data.endswith(b"\r\n")
             if whole and self._scanner.between:
+                self._last.append(data)
+                room_bytes = self._room_bytes = self._room_bytes - size
+                if room_bytes < 0:
+                    self._trim()
                 on_data = self._on_data  # A call through a local name is cheaper.
                 on_data(data)
             else:
@@ -133,12 +150,12 @@ class UpstreamConnection(asyncio.Protocol):
             stop = self._left
             self._left = stop - len(data)
             if self._left > 0:
-                self._on_data(data)
+                self._pass(data)
             else:
                 self._last_data(data, stop)
         elif state is _UNTIL_EOF:
             self.heard = True
-            self._on_data(data)
+            self._pass(data)
         else:
             self.close()  # Unasked for; the stream can no longer be trusted.
 
@@ -176,6 +193,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.write(call.head + call.body)
         else:
             self._transport.writelines((call.head, call.body))
+
+    def pass_to(self, write: Callable[[bytes], None]) -> None:
+        """Give the present body's further bytes to `write` instead of the sink."""
+        self._on_data = write
 
     def drop(self) -> None:
         """Leave the call, and close at once: the engine shall stop working for it."""
@@ -255,16 +276,30 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(ErrorKind.BAD_RESPONSE)
             return
         if stop < 0:
-            self._on_data(data)
+            self._pass(data)
         else:
             self._last_data(data, stop)
+
+    def _pass(self, data: bytes) -> None:
+        """Count bytes of the body, keep them for now, and pass them on."""
+        self._last.append(data)
+        self._room_bytes -= len(data)
+        if self._room_bytes < 0:
+            self._trim()
+        self._on_data(data)
+
+    def _trim(self) -> None:
+        """Keep no more of the body than its tail."""
+        self._last = [b"".join(self._last)[-TAIL_BYTES_MAX:]]
+        self._body_bytes += _TRIM_EVERY_BYTES - self._room_bytes
+        self._room_bytes = _TRIM_EVERY_BYTES
 
     def _last_data(self, data: bytes, stop: int) -> None:
         """Pass on the body's last bytes, and end the call unless its sink just did."""
         call = self._call
         assert call is not None
         surplus = len(data) > stop
-        self._on_data(data[:stop] if surplus else data)
+        self._pass(data[:stop] if surplus else data)
         if self._call is call:
             self._complete(call, surplus)
 
@@ -289,7 +324,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.failed(call, kind)
 
     def _detach(self) -> None:
-        """Part from the call."""
-        if self._call is not None:
-            self._call.connection = None
-            self._call = None
+        """Part from the call, and leave it what is known of its body."""
+        call = self._call
+        if call is not None:
+            self._call = call.connection = None
+            if self._last:
+                call.tail = b"".join(self._last)[-TAIL_BYTES_MAX:]
+                call.body_bytes = self._body_bytes + _TRIM_EVERY_BYTES - self._room_bytes
+                self._last = []
+                self._body_bytes, self._room_bytes = 0, _TRIM_EVERY_BYTES

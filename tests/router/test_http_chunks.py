@@ -8,7 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.http_chunks import LINE_BYTES_MAX, TRAILER_BYTES_MAX, ChunkError, ChunkScanner
+from router.http_chunks import (
+    LINE_BYTES_MAX,
+    TRAILER_BYTES_MAX,
+    ChunkError,
+    ChunkScanner,
+    chunk_start,
+)
 
 EXTENSIONS = st.sampled_from([b"", b";a", b";a=b", b';a="b c"', b";\xff"])
 TRAILERS = st.sampled_from([b"", b"X: y\r\n", b"X: y\r\nEtag:\r\n"])
@@ -106,3 +112,14 @@ def test_any_bytes_are_scanned_or_refused(pieces: list[bytes]) -> None:
         assert -1 <= stop <= len(piece)
         if stop >= 0:
             return
+
+
+def test_a_read_of_one_chunk_begins_as_its_length_says():
+    """Every size has its own length in full, and lengths between them are no chunk's."""
+    sizes = [*range(1, 300), *range(4090, 4100), *range(65_530, 65_540), 2**40]
+    starts = {len(b"%x" % size) + size + 4: b"%x\r\n" % size for size in sizes}
+    assert len(starts) == len(sizes)
+    for length, start in starts.items():
+        assert chunk_start(length) == start
+    for length in (0, 1, 5, 21, 262, 4103):  # too short, or between f and 10, ff and 100 …
+        assert chunk_start(length) == b"\r\n"

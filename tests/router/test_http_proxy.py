@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from router.http_proxy import TAIL_BYTES_MAX, Outcome
+from router.http_proxy import Outcome
 from router.limits import ServerLimits, UpstreamLimits
+from router.upstream_connection import TAIL_BYTES_MAX
 from tests.router.fake_engine import DONE, EVENT, USAGE, Behaviour, Mode
 from tests.router.http_rig import (
     PROBE,
