@@ -311,19 +311,26 @@ class PrefixKeeper:
         if not is_due(record, elapsed_s, registry.uses(tenant), holders):
             return
         uses = registry.take_uses(tenant)
-        claimed: list[str] = []
+        claimed: list[str] | None = None
 
         def apply(record: TenantPrefixes) -> TenantPrefixes:
-            after, claimed[:] = tended(record, uses, holders)
+            nonlocal claimed
+            after, claimed = tended(record, uses, holders)
             return after
 
+        def due(record: TenantPrefixes, elapsed_s: float) -> bool:
+            nonlocal claimed
+            claimed = None  # what an attempt before this one claimed, it did not get
+            return is_due(record, elapsed_s, uses, holders)
+
         try:
-            await self.store.change(tenant, secrets.token_hex(8), apply)
+            await self.store.change(tenant, secrets.token_hex(8), apply, due)
         except (BusError, Busy) as error:
             logger.debug("uses of prefixes of %r are told later: %s", tenant, error)
+            claimed = None
+        if claimed is None:
             registry.give_back(tenant, uses)
-            return
-        for handle in claimed:
+        for handle in claimed or ():
             self._spread(tenant, handle)
 
     def _spreadable(self, tenant: str) -> dict[str, int]:

@@ -4,7 +4,8 @@ Theory of operation. A change reads the record, makes the next one of it and wri
 revision that it read; where somebody was faster it begins again. Each change has a mark that the
 record keeps for a while: where the answer to a write was lost, the next reading tells whether it
 was made, so that a change counts once. One change a tenant is under way in a process at a time, so
-that no more compete than there are processes.
+that no more compete than there are processes; and so many a second (`RATE_S`), so that no tenant
+keeps the bus busy.
 
 Routers may not have old values of what they write sent to them (`controlplane.bus.accounts`), so
 there is no watch: they hear what is written as it is, and read again what they may have missed: all
@@ -28,6 +29,8 @@ from typing import Final
 from controlplane.bus.protocol import Bucket, Bus, BusError, Entry, Subscription, WrongRevision
 from router.prefix_records import aged, marked
 from router.prefixes import PrefixRegistry
+from router.tenant_gate import TenantGate
+from router.tenants import TENANTS_MAX, Tenant
 from schemas import subjects
 from schemas.bus import TenantPrefixes, decode_prefixes
 from schemas.codec import RemoteError, encode
@@ -36,15 +39,23 @@ from schemas.ids import decode_token, encode_token
 ATTEMPTS_MAX: Final = 32
 WAITING_MAX: Final = 32
 """Callers of one tenant that wait for their turn in this process."""
+RATE_S: Final = 50.0
+"""Readings and changes a second of one tenant in this process, in the long run."""
+BURST: Final = 200.0
+"""And at once."""
 CHANGE_S_MAX: Final = 5.0
 
+_LIMIT: Final = Tenant(tokens_per_s=RATE_S, tokens_burst=BURST)
+
 Apply = Callable[[TenantPrefixes], TenantPrefixes]
+Due = Callable[[TenantPrefixes, float], bool]
+"""Called with a record and the seconds since it was written."""
 
 logger = logging.getLogger(__name__)
 
 
 class Busy(Exception):
-    """Too many wait for their turn already."""
+    """A tenant's callers ask for too much, or too many of them wait for their turn."""
 
 
 class PrefixStore:
@@ -83,6 +94,7 @@ class PrefixStore:
         self._lost_s: float | None = None
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
+        self._rates: dict[str, TenantGate] = {}
 
     @property
     def connected(self) -> bool:
@@ -105,38 +117,42 @@ class PrefixStore:
 
         Raises:
             BusError: the bus cannot say.
-            Busy: too many wait already.
+            Busy: its callers ask for too much.
         """
         async with self._turn(tenant):
             before = self._registry.record(tenant)
             entry = await self._opened().get(encode_token(tenant))
             if entry is None and before.prefixes:
                 logger.warning("the bus has lost the prefixes of tenant %r: told anew", tenant)
-                return await self._change(tenant, secrets.token_hex(8), lambda record: record)
+                mark = secrets.token_hex(8)
+                return await self._change(tenant, mark, lambda record: record, lambda *_: True)
             record = self._understood(tenant, entry)
             self._settle(record, before.version)
             return aged(record, self._registry.elapsed_s(record, self._clock()))
 
-    async def change(self, tenant: str, mark: str, apply: Apply) -> TenantPrefixes:
+    async def change(
+        self, tenant: str, mark: str, apply: Apply, due: Due = lambda record, elapsed_s: True
+    ) -> TenantPrefixes:
         """Change a tenant's record, once.
 
         Args:
             mark: the change's own: one that was made already is not made again.
             apply: makes the next record; it may be called more than once, and what it raises is
                 raised here, with nothing changed.
+            due: whether there is anything to change, once the record was read.
 
         Returns:
             The record as it was written; a later one if the change had been made already.
 
         Raises:
             BusError: it was not made, or nobody can say whether it was.
-            Busy: too many wait already.
+            Busy: its callers ask for too much.
         """
         async with self._turn(tenant):
-            return await self._change(tenant, mark, apply)
+            return await self._change(tenant, mark, apply, due)
 
     async def refresh(self, more: int) -> None:
-        """Read the records that may be old, and so many others, those not read for longest first.
+        """Read the records that may be old, and so many others, by chance.
 
         Raises:
             BusError: the bus cannot say.
@@ -152,10 +168,10 @@ class PrefixStore:
 
     # --- one change
 
-    async def _change(self, tenant: str, mark: str, apply: Apply) -> TenantPrefixes:
+    async def _change(self, tenant: str, mark: str, apply: Apply, due: Due) -> TenantPrefixes:
         try:
             async with asyncio.timeout(CHANGE_S_MAX):
-                record = await self._attempts(tenant, mark, apply)
+                record = await self._attempts(tenant, mark, apply, due)
         except TimeoutError:
             self.counts["failed"] += 1
             raise BusError(f"not done within {CHANGE_S_MAX:g} s") from None
@@ -165,13 +181,13 @@ class PrefixStore:
         self.counts["done"] += 1
         return record
 
-    async def _attempts(self, tenant: str, mark: str, apply: Apply) -> TenantPrefixes:
+    async def _attempts(self, tenant: str, mark: str, apply: Apply, due: Due) -> TenantPrefixes:
         problem = "others change it all the time"
         for attempt in range(ATTEMPTS_MAX):
             if attempt:
                 await asyncio.sleep(self._pause_s * attempt * self._rng.random())
             try:
-                return await self._attempt(tenant, mark, apply)
+                return await self._attempt(tenant, mark, apply, due)
             except WrongRevision:
                 self.counts["conflict"] += 1
             except BusError as error:
@@ -181,15 +197,15 @@ class PrefixStore:
                 problem = str(error)
         raise BusError(f"not done in {ATTEMPTS_MAX} attempts: {problem}")
 
-    async def _attempt(self, tenant: str, mark: str, apply: Apply) -> TenantPrefixes:
+    async def _attempt(self, tenant: str, mark: str, apply: Apply, due: Due) -> TenantPrefixes:
         bucket, key = self._opened(), encode_token(tenant)
         version_before = self._registry.record(tenant).version
         entry = await bucket.get(key)
         record = self._understood(tenant, entry)
-        if mark in record.changes:
+        elapsed_s = self._registry.elapsed_s(record, self._clock())
+        if mark in record.changes or not due(record, elapsed_s):
             self._settle(record, version_before)
             return record
-        elapsed_s = self._registry.elapsed_s(record, self._clock())
         after = marked(apply(aged(record, elapsed_s)), mark)
         if entry is None:
             await bucket.create(key, encode(after))
@@ -220,6 +236,13 @@ class PrefixStore:
     @asynccontextmanager
     async def _turn(self, tenant: str) -> AsyncIterator[None]:
         """Be the only one to read or change a tenant's record. Raises Busy."""
+        rate = self._rates.get(tenant)
+        if rate is None:
+            if len(self._rates) >= 2 * TENANTS_MAX:
+                del self._rates[next(iter(self._rates))]
+            rate = self._rates[tenant] = TenantGate(_LIMIT, self._clock())
+        if rate.charge(1, self._clock()) is not None:
+            raise Busy(f"tenant {tenant!r} may ask {RATE_S:.0f} times a second for its prefixes")
         if self._waiting[tenant] >= WAITING_MAX:
             raise Busy(f"{WAITING_MAX} requests about the prefixes of {tenant!r} wait already")
         self._waiting[tenant] += 1

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from controlplane.http_client import HttpError
-from router.prefix_records import HOT_USES
+from router.prefix_records import HOT_USES, tended
 from schemas import subjects
 from schemas.bus import Finished, decode_prefixes
+from tests.router.gated_bucket import GatedBus
 from tests.router.service_rig import MODEL, ServiceRig, until
 from tests.router.test_prefix_api import SYSTEM, ask, only_test_looks, register
 
@@ -196,6 +197,36 @@ async def test_one_router_spreads_what_all_use() -> None:
 
 def _warmed(rig: ServiceRig, handle: str) -> list[Any]:
     return [event for event in rig.of_kind(Finished) if event.request_id == handle]
+
+
+async def test_who_is_late_to_spread_does_not() -> None:
+    """Two routers see at once that a prefix is hot: the one that writes first is the one."""
+    async with two() as (one, other):
+        await one.instance("b")
+        await until(lambda: other.known("b"))
+        first = await register(one, spread=True)
+        await until(lambda: keeper(other).registry.knows("default"))
+        await talk(other)
+        await until(lambda: keeper(other)._kept)
+        for rig in (one, other):
+            keeper(rig).registry.take_uses("default")
+        await keeper(other).store.change(
+            "default", "uses", lambda record: tended(record, {first["id"]: HOT_USES + 1}, {})[0]
+        )
+        gated = GatedBus(bus_of(one), lambda key, value: None)
+        keeper(one).store._bucket = await gated.bucket(subjects.PREFIXES)
+        look = asyncio.create_task(keeper(one).look())
+        for _ in range(2):  # what the look reads again, and the record that is to be changed
+            await until(lambda: gated.gates)
+            gated.gates.popleft().set_result("done")
+        await until(lambda: gated.gates)
+        await keeper(other).look()
+        while not look.done():
+            await until(lambda: gated.gates or look.done())
+            if gated.gates:
+                gated.gates.popleft().set_result("done")
+        assert [keeper(rig).counts["spread"] for rig in (one, other)] == [0, 1]
+        assert keeper(one).store.counts["conflict"] == 1
 
 
 async def test_a_router_spreads_by_what_it_has_seen_pass() -> None:

@@ -12,7 +12,7 @@ from controlplane.bus import MemoryBroker
 from controlplane.bus.protocol import BusError
 from router import prefix_store
 from router.prefix_records import register
-from router.prefix_store import ATTEMPTS_MAX, WAITING_MAX, Busy, PrefixStore
+from router.prefix_store import ATTEMPTS_MAX, BURST, RATE_S, WAITING_MAX, Busy, PrefixStore
 from router.prefixes import PrefixRegistry
 from schemas import subjects
 from schemas.bus import RegisteredPrefix, TenantPrefixes, decode_prefixes
@@ -118,6 +118,35 @@ async def test_callers_of_a_tenant_take_turns_and_are_bounded() -> None:
     assert stores.stored().prefixes[0].references == WAITING_MAX
     assert stores.stored("b").prefixes[0].references == 1
     assert not stores.slow._locks
+
+
+async def test_a_tenant_asks_so_often_at_the_most() -> None:
+    """Others are not concerned, and with time there is room again."""
+    now = [0.0]
+    stores = await Stores(lambda: now[0]).start()
+    for _ in range(int(BURST)):
+        await stores.quick.read("a")
+    for ask in (stores.quick.read("a"), stores.quick.change("a", "1", once_more)):
+        with pytest.raises(Busy, match="50 times a second"):
+            await ask
+    await stores.quick.read("b")
+    now[0] = 1.0 / RATE_S
+    await stores.quick.change("a", "1", once_more)
+
+
+async def test_what_others_have_done_meanwhile_is_not_done_again() -> None:
+    """All routers find the same due at the same time; one writes it."""
+    stores = await Stores().start()
+    change = asyncio.create_task(
+        stores.slow.change("a", "mine", once_more, lambda record, _: not record.prefixes)
+    )
+    await stores.answer("done")
+    await until(lambda: stores.gated.gates)
+    await stores.quick.change("a", "theirs", once_more)
+    await stores.answer("done")
+    await stores.answer("done")
+    assert (await change).changes == ["theirs"]
+    assert stores.stored().version == 1
 
 
 async def test_ages_are_written_down_and_go_on_at_another_router() -> None:
