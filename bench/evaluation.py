@@ -23,6 +23,7 @@ from bench import evaluation_render as render
 from bench.evaluation_cells import Cell, Evaluation, cell_of
 from controlplane.core.queue_lines import QueueConfig
 from lab.cache import default_cache
+from lab.generators import HotspotShape
 from lab.replay_config import PolicySpec, ReplayConfig, parse_policy
 from lab.replay_metrics import Metrics, measure
 from lab.replay_runs import Job, run_jobs
@@ -182,16 +183,24 @@ def variants(bench: Bench, scenario: Scenario) -> Evaluation:
     return Evaluation(variants=found)
 
 
+HOTSPOTS = (
+    ("a new prefix", 0.5, HotspotShape()),
+    ("a known prefix", 0.75, HotspotShape(8192, said_tokens=32, output_tokens=400, early=3)),
+)
+"""What many requests of the middle third share: one that nobody has, or one that few have."""
+
+
 def hotspots(bench: Bench, scenario: Scenario) -> Evaluation:
-    """Return what the detector changes where half of the requests share one more prefix."""
-    planted = msgspec.structs.replace(
-        scenario, source=msgspec.structs.replace(scenario.source, hotspot_share=0.5)
-    )
+    """Return what the detector changes where many requests share one more prefix."""
     found = []
-    for name, detector in (("no detector", False), ("detector", True)):
-        names = ["multiplicative", linear(0.95)]
-        cells = bench.cells(planted, HALF, names, SEEDS[:1], detector=detector)
-        found += [msgspec.structs.replace(cell, variant=name) for cell in cells]
+    for what, share, shape in HOTSPOTS:
+        source = msgspec.structs.replace(scenario.source, hotspot_share=share, hotspot_shape=shape)
+        planted = msgspec.structs.replace(scenario, source=source)
+        for name, detector in (("no detector", False), ("detector", True)):
+            names = ["multiplicative", linear(0.95)]
+            cells = bench.cells(planted, HALF, names, SEEDS, detector=detector)
+            variant = f"{what}, {name}"
+            found += [msgspec.structs.replace(cell, variant=variant) for cell in cells]
     return Evaluation(hotspots=found)
 
 

@@ -48,7 +48,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         weights: the weights of linear scoring, one seed.
         swept: some policies at other loads, one seed.
         variants: routers, lags and so on, one seed.
-        hotspots: a planted hotspot, with the detector and without, one seed.
+        hotspots: planted hotspots, with the detector and without.
     """
 
     main: list[Cell] = []

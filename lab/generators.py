@@ -77,20 +77,31 @@ KINDS: dict[str, Kind] = {
 }
 
 
+class HotspotShape(msgspec.Struct, frozen=True):
+    """What the requests of a hotspot are like.
+
+    Attributes:
+        prefix_tokens: what they share; `said_tokens` come after it, their own.
+        early: how many of them come before it begins, at random: if any, the prefix is known then.
+    """
+
+    prefix_tokens: int = 4096
+    said_tokens: int = 200
+    output_tokens: int = 100
+    early: int = 0
+
+
 class Hotspot(msgspec.Struct, frozen=True):
     """A burst of requests that share one prefix.
 
     Attributes:
         share: of all requests while it lasts, above 0 and below 1.
-        prefix_tokens: what they share; `said_tokens` come after it, their own.
     """
 
     start_s: float
     duration_s: float
     share: float
-    prefix_tokens: int = 4096
-    said_tokens: int = 200
-    output_tokens: int = 100
+    shape: HotspotShape = HotspotShape()
 
 
 def generate(
@@ -135,20 +146,22 @@ def with_hotspot(trace: Trace, hotspot: Hotspot, *, seed: int) -> Trace:
     background = len(trace.cut(hotspot.start_s, hotspot.duration_s).requests)
     if not background:
         raise ValueError(f"{trace.name} has no request while the hotspot lasts")
-    count = round(background * hotspot.share / (1 - hotspot.share))
+    count, shape = round(background * hotspot.share / (1 - hotspot.share)), hotspot.shape
     chance = random.Random(f"hotspot {seed}")
+    times_s = [hotspot.start_s + chance.random() * hotspot.duration_s for _ in range(count)]
+    times_s += [chance.random() * hotspot.start_s for _ in range(shape.early)]
     ids = itertools.count(1 + max(max(request.block_ids) for request in trace.requests))
-    prefix = _blocks(hotspot.prefix_tokens, trace.block_tokens, ids)
+    prefix = _blocks(shape.prefix_tokens, trace.block_tokens, ids)
     shared_tokens = len(prefix) * trace.block_tokens
     planted = [
         TraceRequest(
-            hotspot.start_s + chance.random() * hotspot.duration_s,
-            shared_tokens + hotspot.said_tokens,
-            hotspot.output_tokens,
-            (*prefix, *_blocks(hotspot.said_tokens, trace.block_tokens, ids)),
+            at_s,
+            shared_tokens + shape.said_tokens,
+            shape.output_tokens,
+            (*prefix, *_blocks(shape.said_tokens, trace.block_tokens, ids)),
             "hotspot",
         )
-        for _ in range(count)
+        for at_s in times_s
     ]
     requests = sorted([*trace.requests, *planted], key=lambda request: request.at_s)
     return Trace(f"{trace.name}-hotspot", trace.block_tokens, tuple(requests))

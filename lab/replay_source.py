@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from lab.generators import KINDS, Hotspot, generate, with_hotspot
+from lab.generators import KINDS, Hotspot, HotspotShape, generate, with_hotspot
 from lab.traces import Trace, TraceRequest, read_trace, sample_trace
 
 SAMPLE = "sample"
@@ -28,6 +28,7 @@ class TraceSource(msgspec.Struct, frozen=True):
         jitter_s: each request comes later by a random part of this, at the recorded speed. Traces
             whose times are rounded (Mooncake's to 3 s) are bursts without it.
         hotspot_share: of the requests in the middle third that share one more prefix; 0 for none.
+        hotspot_shape: what those are like.
         seed: of all that is random here.
     """
 
@@ -38,6 +39,7 @@ class TraceSource(msgspec.Struct, frozen=True):
     qps: float = 0.0
     jitter_s: float = 0.0
     hotspot_share: float = 0.0
+    hotspot_shape: HotspotShape = HotspotShape()
     seed: int = 0
 
     @property
@@ -64,7 +66,7 @@ class TraceSource(msgspec.Struct, frozen=True):
             trace = self._paced(trace)
         if self.hotspot_share:
             third_s = trace.duration_s / 3
-            hotspot = Hotspot(third_s, third_s, self.hotspot_share)
+            hotspot = Hotspot(third_s, third_s, self.hotspot_share, self.hotspot_shape)
             trace = with_hotspot(trace, hotspot, seed=self.seed)
         return trace
 

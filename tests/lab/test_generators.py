@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lab.generators import KINDS, Hotspot, generate, with_hotspot
+from lab.generators import KINDS, Hotspot, HotspotShape, generate, with_hotspot
 from lab.traces import Trace, TraceRequest
 
 
@@ -67,7 +67,7 @@ def test_single_requests_have_no_second_turn() -> None:
 def test_hotspot_has_its_share_while_it_lasts() -> None:
     """The planted requests share their prefix and nothing else, in their window only."""
     quiet = generate("api", seed=1, duration_s=300, requests_per_s=10)
-    hot = with_hotspot(quiet, Hotspot(100, 60, share=0.5, prefix_tokens=1000), seed=1)
+    hot = with_hotspot(quiet, Hotspot(100, 60, 0.5, HotspotShape(1000)), seed=1)
     planted = [request for request in hot.requests if request.session == "hotspot"]
     window = [request for request in hot.requests if 100 <= request.at_s < 160]
     assert len(planted) / len(window) == pytest.approx(0.5, abs=0.01)
@@ -77,6 +77,21 @@ def test_hotspot_has_its_share_while_it_lasts() -> None:
     assert not shared & {each for request in quiet.requests for each in request.block_ids}
     assert len({request.block_ids[-1] for request in planted}) == len(planted)
     assert [each for each in hot.requests if each.session != "hotspot"] == list(quiet.requests)
+
+
+def test_a_prefix_that_is_known_was_asked_for_before() -> None:
+    """A few of the planted requests come earlier; they are more, not others."""
+    quiet = generate("api", seed=1, duration_s=300, requests_per_s=10)
+    new, known = (
+        with_hotspot(quiet, Hotspot(100, 60, 0.5, HotspotShape(1000, early=early)), seed=1)
+        for early in (0, 3)
+    )
+    planted = [
+        [request.at_s for request in trace.requests if request.session == "hotspot"]
+        for trace in (new, known)
+    ]
+    assert planted[1][3:] == planted[0]
+    assert max(planted[1][:3]) < 100 <= planted[0][0]
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from lab.engine import Engine
+from lab.generators import HotspotShape
 from lab.profiles import find_profile
 from lab.replay import replay
 from lab.replay_config import ReplayConfig, parse_policy, policy_names
 from lab.replay_metrics import measure
 from lab.replay_prompts import NamedPrompts
 from lab.replay_result import Result, decode, encode
+from lab.replay_source import TraceSource
 from lab.traces import sample_trace
 from tests.lab.replay_helpers import TIGHT, agents, chats, run, trace_of
 
@@ -156,6 +158,23 @@ def test_the_detector_hears_routers_and_routers_hear_it() -> None:
     watched = run(trace, "linear:weight=0.95", instances=8, detector=True)
     assert sum(n for name, n in watched.counts.items() if name.startswith("detector:raised")) > 0
     assert measure(watched).balance < measure(alone).balance
+
+
+@pytest.mark.slow
+def test_the_detector_matters_where_few_hold_what_many_ask_for() -> None:
+    """A known prefix that surges is spread by a verdict; one that nobody has spreads by itself."""
+    for early, matters in ((3, True), (0, False)):
+        shape = HotspotShape(8192, said_tokens=32, output_tokens=400, early=early)
+        source = TraceSource(
+            "agent", duration_s=45.0, qps=6.0, hotspot_share=0.75, hotspot_shape=shape
+        )
+        settings = {"instances": 8, "profile": "h20/qwen2.5-7b"}
+        alone = measure(run(source.load(), **settings))
+        watched = run(source.load(), detector=True, **settings)
+        raised = sum(n for name, n in watched.counts.items() if "detector:raised" in name)
+        assert (raised > 0) is matters
+        quicker = measure(watched).tpot_s[0] < 0.85 * alone.tpot_s[0]
+        assert quicker is matters
 
 
 def test_policies_that_look_at_no_cache_are_told_of_none() -> None:
