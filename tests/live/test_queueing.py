@@ -1,8 +1,12 @@
-"""A plane under half as much again as it can serve: the queue keeps what it accepts in time."""
+"""A plane under half as much again as it can serve: the queue keeps what it accepts in time.
+
+Both runs share a machine with whatever else it does. So what the queue is for is measured against
+the run without it, a minute before; and who misses that once may try again, since a stall of the
+machine hits one try while a queue that does not work fails all of them.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections import Counter
@@ -17,11 +21,15 @@ from lab.stack import LocalStack, StackOptions
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(400)]
 
-SECONDS = float(os.environ.get("MULTIPLANE_OVERLOAD_S", "60"))
+SECONDS = float(os.environ.get("MULTIPLANE_OVERLOAD_S", "15"))
+"""Long enough for a backlog of several budgets; docs/queueing.md shows a minute of it."""
+TRIES = 3
 BUDGET_S = 2.0
 BATCH = 8
 OVERLOAD = 1.5
 PROMPT, ANSWER = 400, 48
+USUAL = 18.0
+"""Requests a second that two of the engines below serve, where the machine does little else."""
 ENGINE = ("--max-num-seqs", str(BATCH), "--stream-interval", "8", "--speed", "0.5")
 
 
@@ -52,18 +60,23 @@ def planned(rate: float, seconds: float, first: int = 0) -> list[Planned]:
 
 
 async def capacity(stack: LocalStack) -> float:
-    """Returns how many requests a second the plane ends, with every place of it taken."""
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    requests = [Planned(0.0, "/v1/completions", lambda n=n: body(n), PROMPT) for n in range(96)]  # type: ignore[misc]
+    """Returns how many requests a second the plane ends under more than it can serve.
+
+    They come one by one: engines whose whole batch begins and ends at once serve a sixth less.
+    """
     places = BATCH * stack.options.engines
-    results = await run_load(stack.url, requests, concurrent_max=places)
+    results = await run_load(stack.url, planned(2 * USUAL, 4.0))
     assert all(result.ok for result in results)
-    return len(results) / (loop.time() - began_s)
+    ended_s = sorted(each.planned.at_s + each.late_s + each.duration_s for each in results)
+    first, last = 2 * places, len(ended_s) - places  # neither the beginning nor the end is full
+    return (last - first) / (ended_s[last] - ended_s[first])
 
 
-async def overload(flags: tuple[str, ...]) -> list[Answered]:
-    """Starts a plane, measures what it can serve, and sends it half as much again."""
+async def overload(rate: float, flags: tuple[str, ...]) -> tuple[float, list[Answered]]:
+    """Starts a plane and sends it so many requests a second; half as many again as it serves if 0.
+
+    Returns the rate, and what came of it.
+    """
     options = StackOptions(
         engines=2,
         routers=1,
@@ -71,8 +84,8 @@ async def overload(flags: tuple[str, ...]) -> list[Answered]:
         router_flags=("--batch-cap", str(BATCH), *flags),
     )
     async with LocalStack(options) as stack:
-        rate = OVERLOAD * await capacity(stack)
-        return await run_load(stack.url, planned(rate, SECONDS, first=1000))
+        rate = rate or OVERLOAD * await capacity(stack)
+        return rate, await run_load(stack.url, planned(rate, SECONDS, first=1000))
 
 
 def told(name: str, results: Sequence[Answered]) -> tuple[float, float]:
@@ -93,12 +106,18 @@ async def test_under_overload_the_queue_keeps_answers_in_time(tmp_path: Path) ->
     """Nothing is lost either way; with the queue what is accepted is in time, and it is more."""
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(f"[tenants.default]\nttft_budget_s = {BUDGET_S}\n")
-    without = await overload(())
-    flags = ("--queue", "edf+klpm", "--tenants", str(tenants))
-    queued = await overload(flags)
-    plain_goodput, _ = told("without the queue", without)
-    goodput, share = told("with the queue", queued)
-    assert all(result.ok for result in without), "engines queue without end"
-    assert {(each.status, each.error) for each in queued} <= {(200, ""), (429, ""), (503, "")}
-    assert share > 0.85, "a busy machine's engines stall now and then"
-    assert goodput > 1.2 * plain_goodput, "and the longer it lasts, the more"
+    missed = ""
+    for _ in range(TRIES):
+        rate, without = await overload(0.0, ())
+        _, queued = await overload(rate, ("--queue", "edf+klpm", "--tenants", str(tenants)))
+        assert all(result.ok for result in without), "engines queue without end"
+        assert {(each.status, each.error) for each in queued} <= {(200, ""), (429, ""), (503, "")}
+        plain_goodput, plain_share = told("without the queue", without)
+        goodput, share = told("with the queue", queued)
+        bar = (1.0 + plain_share) / 2
+        missed = f"{share:.1%} in time, not {bar:.1%}" if share <= bar else ""
+        if goodput <= 1.2 * plain_goodput:
+            missed += f"; {goodput:.1f} in time a second after {plain_goodput:.1f}"
+        if not missed:
+            return
+    raise AssertionError(f"in none of {TRIES} tries; in the last one: {missed}")
