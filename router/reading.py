@@ -34,11 +34,13 @@ def read(served: ServedModel, asked: Asked, lora: str | None) -> Reading | Rest:
     reader = served.reader
     tokens_max = served.max_model_len
     parts = max(_parts(asked.parsed), asked.ids_count)
+    if reader is not None and asked.chars_cut:
+        parts = max(parts, reader.tokens_min(asked.chars_cut))
     if tokens_max is not None and parts >= tokens_max and not _is_cut(asked.parsed):
         return Inexact(Reason.TOO_LONG, tokens_min=parts)
     if reader is None:
         return Inexact(Reason.NO_TOKENIZER)
-    if parts > PARTS_MAX or asked.ids_count:
+    if parts > PARTS_MAX or asked.ids_count or asked.chars_cut:
         return Inexact(Reason.TOO_LONG)
     if asked.heavy or asked.altered:
         return _begin(_read_in_thread(served, reader, asked, lora))

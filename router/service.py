@@ -257,7 +257,8 @@ class Router:
             parsed, count = await with_ids(big), 0
         else:
             parsed = big.parsed  # it will be refused, or cut by the engine
-        return resolved, Asked(parsed, big.text_bytes, big.heavy, big.altered, count)
+        asked = Asked(parsed, big.text_bytes, big.heavy, big.altered, count, big.chars_cut)
+        return resolved, asked
 
     def _resolve(self, name: str, has_body: bool, tenant: Tenant) -> Resolved | Refusal:
         """Return the model that a request is for."""

@@ -137,6 +137,7 @@ class Asked(msgspec.Struct, frozen=True):
         heavy: its parts are so many that threads are to read them (`is_heavy`).
         altered: its texts may lack something, so that they are no prompt known exactly.
         ids_count: token ids of its one prompt, which are not in `parsed`, as they are too many.
+        chars_cut: characters, at the least, of its texts that are not in `parsed`, likewise.
     """
 
     parsed: Parsed | None
@@ -144,6 +145,7 @@ class Asked(msgspec.Struct, frozen=True):
     heavy: bool = False
     altered: bool = False
     ids_count: int = 0
+    chars_cut: int = 0
 
 
 class _Named(msgspec.Struct):

@@ -226,6 +226,11 @@ class PromptReader:
         self._cache.release(handle)
         return None
 
+    def tokens_min(self, chars: int) -> int:
+        """Return how many tokens a text of so many characters has at the least; 0 if unknown."""
+        each = None if self._tokenizer is None else self._tokenizer.chars_a_token_max
+        return 0 if each is None else -(-chars // each)
+
     # --- what is to be tokenized ---
 
     def _unrendered(self, request: ChatRequest) -> ChatTemplate | Inexact:
@@ -290,9 +295,9 @@ class PromptReader:
         assert tokenizer is not None
         if extras.salt == "":
             return Inexact(Reason.INVALID, "cache_salt is empty")
-        each = tokenizer.chars_a_token_max
-        if each is not None and tokens_max is not None and len(text) > each * tokens_max:
-            return Inexact(Reason.TOO_LONG, tokens_min=-(-len(text) // each))
+        tokens_min = self.tokens_min(len(text))
+        if tokens_max is not None and tokens_min > tokens_max:
+            return Inexact(Reason.TOO_LONG, tokens_min=tokens_min)
         if len(text) > self._limits.chars_max:
             return Inexact(Reason.TOO_LONG)
         surround = surround and self._card.adds_special_tokens

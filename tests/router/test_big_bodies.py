@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from router.big_bodies import BigBody, read_big, with_ids
+from router.big_bodies import TEXT_BYTES_MAX, BigBody, read_big, with_ids
 from router.surface import ENDPOINTS
 from schemas.codec import RemoteError
+from schemas.openai import ChatRequest, CompletionRequest
 
 IDS = [number % 50_000 for number in range(120_000)]
 MEDIA = "data:image/png;base64," + "iVBO" * 2_000_000
@@ -77,6 +79,83 @@ async def test_media_are_not_read() -> None:
     assert big.altered
     assert big.text_bytes < 1000
     assert parsed.messages[0]["content"][0]["text"] == "what?"
+
+
+def _long(unit: str, size_bytes: int = 2 * TEXT_BYTES_MAX) -> str:
+    """Return a text that is too long as JSON has it."""
+    return unit * (size_bytes // (len(json.dumps(unit)) - 2) + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (b"/v1/completions", lambda text: {"prompt": text}),
+        (b"/v1/embeddings", lambda text: {"input": text}),
+        (b"/v1/responses", lambda text: {"input": text}),
+        (b"/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        (
+            b"/v1/chat/completions",
+            lambda text: {"messages": [{"content": [{"type": "text", "text": text}]}]},
+        ),
+    ],
+)
+async def test_texts_that_nobody_would_tokenize_are_not_read(
+    path: bytes, body: Callable[[str], dict[str, Any]]
+) -> None:
+    """Their length is known, and all else that the request says."""
+    text = _long("It was a dark night. ")
+    big, parsed = await _read(path, {"model": "m", **body(text), "stream": True})
+    assert big.chars_cut == len(text)
+    assert big.text_bytes == len(json.dumps({"model": "m", **body(text), "stream": True}))
+    assert (big.altered, big.heavy, big.name) == (True, True, "m")
+    assert "dark night" not in repr(parsed)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["a", "\n", "\\", '"', 'say \\"no\\" ', "é", "日本", "😀", "\u0001 x", 'ends in \\\\"'],
+)
+@pytest.mark.parametrize("ascii_only", [True, False])
+async def test_a_text_ends_where_it_ends(unit: str, ascii_only: bool) -> None:
+    """Whatever is escaped in it, and it is never said to be longer than it is."""
+    text = _long(unit)
+    body = {"model": "m", "prompt": text, "user": "last", "cache_salt": "s"}
+    written = json.dumps(body, ensure_ascii=ascii_only).encode()
+    big = await read_big(ENDPOINTS[b"/v1/completions"], written, b"")
+    assert isinstance(big.parsed, CompletionRequest)
+    assert big.parsed.cache_salt == "s"
+    if big.chars_cut:
+        assert big.parsed.prompt == ""
+        assert len(text) / 12 <= big.chars_cut <= len(text)
+        assert big.text_bytes == len(written)
+    else:
+        assert big.parsed.prompt == text
+
+
+async def test_many_texts_count_together() -> None:
+    """None of them is long, and their sum is; what is short stays."""
+    messages = [{"role": "user", "content": "ab " * 100_000} for _ in range(20)]
+    messages.append({"role": "user", "content": "short"})
+    big, parsed = await _read(b"/v1/chat/completions", {"model": "m", "messages": messages})
+    assert big.chars_cut == 20 * 300_000
+    assert parsed.messages[-1]["content"] == "short"
+
+
+async def test_a_text_without_an_end_is_no_json() -> None:
+    """Cutting it out mends nothing."""
+    body = b'{"model":"m","prompt":"' + b"a" * (2 * TEXT_BYTES_MAX)
+    with pytest.raises(RemoteError):
+        await read_big(ENDPOINTS[b"/v1/completions"], body, b"")
+
+
+async def test_a_body_may_be_a_bytearray() -> None:
+    """As those are that came in pieces."""
+    text = "ab " * 50_000
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    written = bytearray(json.dumps(body).encode())
+    big = await read_big(ENDPOINTS[b"/v1/chat/completions"], written, b"")  # type: ignore[arg-type]
+    assert isinstance(big.parsed, ChatRequest)
+    assert big.parsed.messages[0]["content"] == text
 
 
 @pytest.mark.parametrize("part", ["{}", "[]", '"a"', "1.5"])

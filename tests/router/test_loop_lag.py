@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
-from router.limits import MIB
-from tests.router.service_rig import MODEL, ServiceRig
+from router.limits import KIB, MIB
+from schemas.bus import InstanceRecord
+from tests.router import fake_engine
+from tests.router.http_rig import on_uvloop
+from tests.router.service_rig import MODEL, ServiceRig, until
 
 pytestmark = pytest.mark.slow  # each starts a router with a real tokenizer
 
@@ -20,10 +26,16 @@ _WATCH_S = 0.001
 
 
 class LagWatch:
-    """Use as an async context manager; `worst_s` is how long the loop was busy with one thing."""
+    """Use as an async context manager; `worst_s` is how long the loop was busy with one thing.
 
-    def __init__(self) -> None:
+    Args:
+        used: what is counted of that: this process's time, so that what other processes took of the
+            machine is not ours, or only this thread's.
+    """
+
+    def __init__(self, used: Callable[[], float] = time.process_time) -> None:
         self.worst_s = 0.0
+        self._used = used
 
     async def __aenter__(self) -> LagWatch:
         self._task = asyncio.create_task(self._watch())
@@ -34,11 +46,10 @@ class LagWatch:
 
     async def _watch(self) -> None:
         while True:
-            due_s, used_s = time.perf_counter() + _WATCH_S, time.process_time()
+            due_s, used_s = time.perf_counter() + _WATCH_S, self._used()
             await asyncio.sleep(_WATCH_S)
             late_s = time.perf_counter() - due_s
-            # What other processes took of the machine meanwhile is not ours.
-            self.worst_s = max(self.worst_s, min(late_s, time.process_time() - used_s))
+            self.worst_s = max(self.worst_s, min(late_s, self._used() - used_s))
 
 
 def _send(address: tuple[str, int], path: str, body: bytes) -> int:
@@ -137,3 +148,44 @@ async def test_chunks_of_one_byte_hold_up_nobody() -> None:
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert engine.received[-1].body == body
         assert watch.worst_s < LAG_S_MAX
+
+
+MORE_S_MAX = 0.03
+"""What 30 MiB may hold the loop for, beyond what 6 KiB do: putting a body's pieces together moves
+it in memory, at worst. Decoding and rendering such a chat took 60 ms."""
+
+
+@pytest.fixture
+def engine_url() -> Iterator[str]:
+    """A fake engine in a process of its own: what it does with a body is not the router's."""
+    command = [sys.executable, fake_engine.__file__, "--port", "0", "--mode", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.terminate()
+
+
+@pytest.mark.parametrize(("longest", "status"), [(4096, 400), (None, 200)])
+@on_uvloop
+async def test_a_chat_of_30_mib_holds_up_others_hardly_longer_than_one_of_6_kib(
+    engine_url: str, longest: int | None, status: int
+) -> None:
+    """Whether or not the model's context says that it is too long."""
+    worst_s: list[float] = []
+    async with ServiceRig() as rig:
+        record = InstanceRecord("a", MODEL, engine_url, epoch=1, kv_events=False)
+        record = msgspec.structs.replace(record, card=await rig.card(), max_model_len=longest)
+        await rig.put(record)
+        await until(lambda: rig.served is not None and rig.served.reader is not None)
+        address, path = rig.process.address, "/v1/chat/completions"
+        for size_bytes, expected in ((6 * KIB, 200), (30 * MIB, status)):
+            text = _repeated(b"ab cd ", size_bytes)
+            body = _chat(b'{"role":"user","content":"%b"}' % text)
+            times_s = []
+            for _ in range(3):
+                async with LagWatch(time.thread_time) as watch:  # The client is a thread here.
+                    assert await asyncio.to_thread(_send, address, path, body) == expected
+                times_s.append(watch.worst_s)
+            worst_s.append(min(times_s))
+    small_s, large_s = worst_s
+    assert large_s < small_s + MORE_S_MAX
