@@ -258,14 +258,14 @@ def instance_rows(
     for each in standing:
         if isinstance(each.statement, Drain | Blacklist) and each.in_force(now_wall_s):
             said[each.model, each.statement.instance_id].append(each)
-    sharing: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    sharing: dict[tuple[str, int | None], list[InstanceRecord]] = defaultdict(list)
     for record in records:
-        sharing[record.url, record.dp_rank].append(record.instance_id)
+        sharing[record.place[:2]].append(record)
     return [
         _row(
             record,
             said[record.model, record.instance_id],
-            [name for name in sharing[record.url, record.dp_rank] if name != record.instance_id],
+            [each for each in sharing[record.place[:2]] if each is not record],
             now_wall_s,
             doubled=(record.model, record.instance_id) in doubles,
         )
@@ -276,7 +276,7 @@ def instance_rows(
 def _row(
     record: InstanceRecord,
     said: Sequence[Standing],
-    same_url: Sequence[str],
+    same_url: Sequence[InstanceRecord],
     now_wall_s: float,
     *,
     doubled: bool,
@@ -297,8 +297,13 @@ def _row(
         notes.append("its sidecar began too late to know all blocks; restart the engine to mend it")
     if doubled:
         notes.append("two sidecars use this id: give each its own --instance-id")
-    if same_url:
-        notes.append(f"{', '.join(same_url)} has the same url: end one of the sidecars")
+    if same := [each.instance_id for each in same_url if each.same_engine(record)]:
+        notes.append(f"{', '.join(same)} has the same url: end one of the sidecars")
+    if len(same) < len(same_url):
+        notes.append(
+            f"{len(same_url) - len(same)} on other machines have the same loopback url: give each "
+            "an --advertise-url that routers reach"
+        )
     return InstanceRow(
         record.model,
         record.instance_id,

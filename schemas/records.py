@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +27,8 @@ class InstanceRecord(Message, frozen=True, tag="instance"):
         mirror_complete: whether the engine can hold no block that the set lacks; False where the
             sidecar began too late to hear of all of them, until the engine's cache is reset.
         blind: events arrive and none applies, so that the set says nothing.
+        host: the machine that its sidecar runs on, which is what a loopback `url` is relative to;
+            empty where that is not known.
     """
 
     instance_id: str
@@ -47,6 +51,17 @@ class InstanceRecord(Message, frozen=True, tag="instance"):
     sent_wall_s: float = 0.0
     mirror_complete: bool = True
     blind: bool = False
+    host: str = ""
+
+    @property
+    def place(self) -> tuple[str, int | None, str]:
+        """Where its engine is: the URL, the rank, and the machine if the URL is relative to one."""
+        return self.url, self.dp_rank, self.host if _is_loopback(self.url) else ""
+
+    def same_engine(self, other: InstanceRecord) -> bool:
+        """Whether two records are about one engine, as far as can be known."""
+        mine, theirs = self.place, other.place
+        return mine[:2] == theirs[:2] and (mine[2] == theirs[2] or not mine[2] or not theirs[2])
 
 
 class RouterLease(Message, frozen=True, tag="router"):
@@ -217,3 +232,12 @@ class LatencyModel(Message, frozen=True, tag="latency_model"):
     margins: tuple[Amount, Amount] = (1.0, 1.0)
     within: tuple[Amount, Amount] = (0.0, 0.0)
     error_s: tuple[Amount, Amount] = (0.0, 0.0)
+
+
+def _is_loopback(url: str) -> bool:
+    """Whether a URL means whatever machine uses it."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name, or no URL
+        return False

@@ -21,6 +21,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
         bus_options: credentials and TLS, as `controlplane.bus.connect` takes them.
         instance_id: name on the bus, unique in the fleet; made of the host's name and the engine's
             port if empty. With several data-parallel ranks, `-dp<rank>` is appended.
+        host: this machine's name.
         advertise_url: base URL for routers, where it differs from `engine_url`.
         model: model id on the bus; the engine's first served name if empty.
         api_key: the engine's `--api-key`; sent to the engine only, never logged.
@@ -63,6 +64,7 @@ class SidecarConfig(msgspec.Struct, frozen=True, kw_only=True):
     bus_url: str = "nats://127.0.0.1:4222"
     bus_options: NatsOptions = NatsOptions()
     instance_id: str = ""
+    host: str = ""
     advertise_url: str = ""
     model: str = ""
     api_key: str = ""

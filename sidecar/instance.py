@@ -83,6 +83,7 @@ class Instance:
             sent_wall_s=time.time(),
             mirror_complete=self.feed is None or self.feed.mirror.complete,
             blind=self.feed is not None and self.feed.mirror.blind,
+            host=config.host,
         )
 
     def load_report(self, load: Load) -> LoadReport:

@@ -85,6 +85,7 @@ def _completed(
     name = host_name if local else str(url.hostname)
     return msgspec.structs.replace(
         config,
+        host=config.host or host_name,
         instance_id=config.instance_id or f"{name}-{url.port or 80}".replace(".", "-"),
         hub_cache=config.hub_cache or default_hub_cache(environment),
     )

@@ -182,7 +182,12 @@ class Plane:
             joined = Note("joined", record.instance_id, f"{record.url} is {record.state}")
             return [joined, *self.intake.join(instance, now_s), *self._twins(instance, now_s)]
         changed = instance.record.state != record.state
-        moved = _address(instance.record) != _address(record)
+        before = instance.record
+        moved = (before.url, before.dp_rank, before.host) != (
+            record.url,
+            record.dp_rank,
+            record.host,
+        )
         effects = self._voices(instance, record, now_s)
         instance.record = record
         if moved:
@@ -230,21 +235,39 @@ class Plane:
                 "--advertise-url each"
             )
             effects.append(Alarm("two_names", instance_id, text))
-        return effects
+        return effects + self._strangers(instance)
+
+    def _strangers(self, instance: Instance) -> list[Effect]:
+        """Notice that engines of several machines are said to be at one loopback address.
+
+        One alarm tells of all of them, when the second machine comes.
+        """
+        mine = instance.record
+        there = [
+            each.record
+            for each in self.fleet
+            if each is not instance and each.record.place[:2] == mine.place[:2]
+        ]
+        strangers = [record for record in there if not record.same_engine(mine)]
+        if len(strangers) < len(there) or len({record.host for record in strangers}) != 1:
+            return []
+        other = strangers[0]
+        text = (
+            f"{other.instance_id} on {other.host} has the address {mine.url} too, which means "
+            "each router's own machine: give every sidecar an --advertise-url that routers reach"
+        )
+        return [Alarm("loopback_url", mine.instance_id, text)]
 
     def doubled(self) -> int:
         """Return how many instances, of those that speak, share their address with another one."""
-        heard = Counter(
-            _address(each.record) for each in self.fleet if each.trust is not Trust.STALE
-        )
+        heard = Counter(each.record.place for each in self.fleet if each.trust is not Trust.STALE)
         return sum(count for count in heard.values() if count > 1)
 
     def _others_at(self, instance: Instance) -> list[Instance]:
-        address = _address(instance.record)
         return [
             other
             for other in self.fleet
-            if other is not instance and _address(other.record) == address
+            if other is not instance and other.record.same_engine(instance.record)
         ]
 
     def _gone(self, event: InstanceGone, now_s: float) -> list[Effect]:
@@ -426,8 +449,3 @@ class Plane:
         if changed:
             self.fleet.refresh(instance, now_s)
         return effects
-
-
-def _address(record: InstanceRecord) -> tuple[str, int | None]:
-    """Return where an instance's requests go."""
-    return record.url, record.dp_rank

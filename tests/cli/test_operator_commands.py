@@ -190,6 +190,8 @@ def test_doubles_are_shown(server: EmbeddedNats, run: Run) -> None:
             record("restarted"),
             record("left", url="http://one"),
             record("right", url="http://one"),
+            record("here", url="http://127.0.0.1:8000", host="gpu-1"),
+            record("there", url="http://127.0.0.1:8000", host="gpu-2"),
             record("silent", heartbeat_s=0.001),
             record("blind", blind=True),
             record("late", mirror_complete=False),
@@ -207,6 +209,8 @@ def test_doubles_are_shown(server: EmbeddedNats, run: Run) -> None:
     assert told["restarted"] == ""
     assert told["left"].startswith("right has the same url")
     assert told["right"].startswith("left has the same url")
+    assert told["here"] == told["there"]
+    assert told["here"].startswith("1 on other machines have the same loopback url: give each an")
     assert "not heard" in told["silent"]
     assert "none of its engine's KV events applies" in told["blind"]
     assert "began too late" in told["late"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from controlplane.core.effects import Alarm, Note
 from controlplane.core.events import BreakerState, Paused, Tick
 from controlplane.core.stream import Trust
@@ -73,6 +75,35 @@ def test_one_engine_with_two_names_is_an_alarm_once() -> None:
     made.handle(record("a", url="http://c:8000"), 61.0)
     ranks = [made.handle(record(f"r{n}", url="http://r", dp_rank=n), 61.0) for n in (0, 1)]
     assert not any(isinstance(effect, Alarm) for effects in ranks for effect in effects)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.3.2.1"])
+def test_engines_of_many_machines_at_one_loopback_address_are_told_apart(host: str) -> None:
+    """They are no engine of two names: one alarm says what they all lack, and none is renamed."""
+    made = plane()
+    url = f"http://{host}:8000"
+    alarms = []
+    for number in range(20):
+        effects = made.handle(record(f"e{number}", url=url, host=f"gpu-{number}"), 0.0)
+        alarms += [effect for effect in effects if isinstance(effect, Alarm)]
+    assert [(alarm.kind, alarm.instance_id) for alarm in alarms] == [("loopback_url", "e1")]
+    assert f"e0 on gpu-0 has the address {url} too" in alarms[0].text
+    assert made.doubled() == 0
+    made.handle(record("e1", url=url, host="gpu-1", seq=2), 100.0)
+    made.handle(Tick(), 100.1)
+    assert len(made.fleet) == 20
+    effects = made.handle(record("again", url=url, host="gpu-1"), 100.2)
+    assert [each.kind for each in effects if isinstance(each, Alarm)] == ["two_names"]
+    assert made.doubled() == 2
+
+
+def test_a_machine_is_of_no_matter_where_the_address_says_all() -> None:
+    """Two sidecars of one engine may run on different machines; and old ones tell of none."""
+    for url, hosts in (("http://gpu-1:8000", ("a", "b")), ("http://127.0.0.1:8000", ("a", ""))):
+        made = plane()
+        made.handle(record("one", url=url, host=hosts[0]), 0.0)
+        effects = made.handle(record("two", url=url, host=hosts[1]), 0.0)
+        assert [each.kind for each in effects if isinstance(each, Alarm)] == ["two_names"]
 
 
 def test_a_renamed_engine_leaves_its_old_name() -> None:

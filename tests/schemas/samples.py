@@ -266,6 +266,7 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
             "doubtful": bus.InstanceRecord(
                 "a", "m", "http://h:1", 0, mirror_complete=False, blind=True
             ),
+            "located": bus.InstanceRecord("a", "m", "http://127.0.0.1:1", 0, host="gpu-1"),
         },
     ),
     "router_lease": (

@@ -129,6 +129,7 @@ async def test_a_sidecar_beside_an_engine_ends_when_asked(
     async with serving() as client, process(tmp_path) as sidecar, HttpClient() as http:
         await sidecar.start(settings(url, engine_url=client.url, metrics_port=metrics))
         await eventually(lambda: router.state("i-1") == "ready", START_S_MAX)
+        assert router.records["i-1"].host == socket.gethostname()
         assert router.records["i-1"].card == "" or len(router.records["i-1"].card) == 64
         page = await text(f"http://127.0.0.1:{metrics}/metrics")
         assert 'multiplane_sidecar_state{state="ready"} 1.0' in page
