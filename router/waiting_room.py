@@ -399,6 +399,7 @@ class WaitingRoom:
             found |= {
                 "order": self.queue.config.order,
                 "queued": len(self.queue),
+                "held": self.queue.held,
                 "by_tenant": self.queue.counts(),
                 "oldest_s": 0.0 if oldest is None else now_s - oldest.arrived_s,
                 "retry_after_s": self.queue.retry_after_s(now_s),

@@ -78,6 +78,11 @@ class WaitingRooms:
     def samples(self) -> Iterator[Sample]:
         """Yield the state of every room."""
         queued = Sample("queue_requests", "Requests that wait for room.", labels=("model",))
+        held = Sample(
+            "queue_held_requests",
+            "Those of them that were passed over for a full instance that has their prefix.",
+            labels=("model",),
+        )
         nbytes = Sample("queue_bytes", "Bodies of requests that wait.", labels=("model",))
         following = Sample(
             "coalesce_followers", "Requests that wait for a prefix.", labels=("model",)
@@ -101,6 +106,7 @@ class WaitingRooms:
         for model, room in self._rooms.items():
             if room.queue is not None:
                 queued.values[(model,)] = len(room.queue)
+                held.values[(model,)] = room.queue.held
                 nbytes.values[(model,)] = room.queue.nbytes
                 learnt.values[(model,)] = room.estimator.source == "learnt"
             if room.coalescer is not None:
@@ -112,4 +118,4 @@ class WaitingRooms:
                     error.values[model, time_of] = found.error_s
         taken = Sample("latency_models_total", "Latency models, by use.", labels=("outcome",))
         taken.values.update(((outcome,), count) for outcome, count in self.counts.items())
-        yield from (queued, nbytes, following, leading, learnt, within, error, taken)
+        yield from (queued, held, nbytes, following, leading, learnt, within, error, taken)

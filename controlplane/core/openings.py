@@ -26,6 +26,10 @@ LEVELS_MAX = 8
 """Change points that are kept, the deepest ones: so much memory, and time, a request may take."""
 
 
+FEW = 12
+"""Up to so many bits are set one by one sooner than as an array."""
+
+
 def mask_of(rows: BoolArray, slots: IntArray) -> int:
     """Return the mask of some rows.
 
@@ -33,11 +37,16 @@ def mask_of(rows: BoolArray, slots: IntArray) -> int:
         rows: (n,) which.
         slots: (n,) index slot of each; -1 for none: it has no bit.
     """
-    chosen = slots[rows & (slots >= 0)]
-    if not len(chosen):
-        return 0
-    flags = np.zeros(int(chosen.max()) + 1, np.bool_)
+    chosen = slots[rows]
+    mask = 0
+    if len(chosen) <= FEW:
+        for slot in chosen.tolist():
+            if slot >= 0:
+                mask |= 1 << slot
+        return mask
+    flags = np.zeros(int(chosen.max()) + 2, np.bool_)  # the last one is for those without a slot
     flags[chosen] = True
+    flags[-1] = False
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
@@ -50,8 +59,13 @@ def hits_of(tokens: IntArray | None, slots: IntArray) -> Hits:
     """
     if tokens is None:
         return ()
-    depths = np.unique(tokens[tokens > 0])[::-1][:LEVELS_MAX].tolist()
-    return tuple((depth, mask_of(tokens >= depth, slots)) for depth in depths)
+    hits: list[tuple[int, int]] = []
+    mask = 0
+    for depth in np.unique(tokens)[: -LEVELS_MAX - 1 : -1].tolist():
+        if depth > 0:
+            mask |= mask_of(tokens == depth, slots)
+            hits.append((depth, mask))
+    return tuple(hits)
 
 
 def hit_on(hits: Hits, mask: int) -> int:

@@ -6,9 +6,9 @@ it is may have prefilled `weight · quantum_tokens` more, and keeps what it does
 requests waiting. So of what is served while two tenants wait, each gets its weight's part, give or
 take one quantum and one longest prompt, whatever the others send.
 
-    add ──> waiting ──take──> to an instance ──restore──> waiting, in its old place
+    add ──> waiting ──take──> to an instance
                │ └──cancel──> gone: its client left
-               └──expire, hopeless, displaced──> refused or degraded by the caller
+               └──expire, hopeless, displaced──> refused, or degraded and put back, by the caller
 
 The queue is bounded. A newcomer for whom there is no room displaces the newest request of the
 tenant that is most above its share of the places, if its own tenant is below; else it is refused.
@@ -156,11 +156,6 @@ class AdmissionQueue:
         waiting.expect(service, config.patience_s)
         self._insert(waiting)
         return displaced
-
-    def restore(self, waiting: Waiting) -> None:
-        """Give one that was taken, and could not be sent, its old place and its tenant's credit."""
-        self.put_back(waiting)
-        self._tenants[waiting.tenant].deficit += waiting.cost_tokens
 
     def put_back(self, waiting: Waiting) -> None:
         """Let one that was taken out wait on in its old place. O(n)."""
@@ -368,6 +363,11 @@ class AdmissionQueue:
         rate = self.rate.per_s(now_s)
         seconds = len(self) / rate if rate > 0 else self.config.wait_s_max
         return min(max(seconds, RETRY_S_MIN), RETRY_S_MAX)
+
+    @property
+    def held(self) -> int:
+        """How many wait whose hold has begun. O(n)."""
+        return sum(waiting.held_s < math.inf for waiting in self)
 
     def counts(self) -> dict[str, int]:
         """Return how many requests of each tenant wait."""

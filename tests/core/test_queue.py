@@ -132,13 +132,13 @@ def test_lanes_without_room_are_passed_over() -> None:
     assert names(queue) == ["adapter"]
 
 
-def test_one_that_could_not_be_sent_keeps_its_place() -> None:
-    """It was taken, and is back where it was."""
+def test_one_that_is_put_back_keeps_its_place() -> None:
+    """It was taken out, and is back where it was."""
     queue = AdmissionQueue(QueueConfig("fcfs"))
     first = add(queue, "first")
     add(queue, "second")
-    assert queue.take(everybody, 0.0) is first
-    queue.restore(first)
+    assert queue.cancel(first)
+    queue.put_back(first)
     queue.check()
     assert names(queue) == ["first", "second"]
 

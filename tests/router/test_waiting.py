@@ -365,6 +365,10 @@ async def test_a_request_waits_for_the_instance_that_has_its_prefix(hold_s_max: 
         if hold_s_max:
             await until(lambda: queued(plane) == 1)
             assert engines["b"].requests == 1
+            state = await plane.http.get(f"{plane.admin}/debug/state")
+            assert state["models"][MODEL]["queue"]["held"] == 1
+            page = plane.process.metrics.render().decode()
+            assert f'multiplane_queue_held_requests{{model="{MODEL}"}} 1.0' in page
             engines["a"].behaviour = Behaviour()
             first.cancel()
         await asking
