@@ -12,7 +12,10 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-CODE = ("lab", "controlplane/core", "schemas", "sidecar")
+CODE = (
+    *("lab", "controlplane/core", "controlplane/detector", "controlplane/predictor"),
+    *("schemas", "sidecar"),
+)
 """Folders whose code a result depends on."""
 
 

@@ -34,13 +34,14 @@ from lab.replay_config import PolicySpec, ReplayConfig, looks_at_blocks
 from lab.replay_detector import SimDetector
 from lab.replay_feed import BlockFeed, DirectFeed, SidecarFeed
 from lab.replay_instance import SimInstance
+from lab.replay_predictor import SimPredictor
 from lab.replay_prompts import NamedPrompts, Prompts, TokenPrompts
 from lab.replay_queue import Guest, SimRoom
 from lab.replay_result import Result
 from lab.replay_router import SimRouter
 from lab.replay_tenants import EVERYBODY, budgets_by_tenant, budgets_of, tenants_of
 from lab.traces import Trace
-from schemas.bus import KvBatch, LoadReport, RouteBatch
+from schemas.bus import KvBatch, LatencyModel, LoadReport, RouteBatch
 
 Progress = Callable[[int], None]
 """Told how many requests have arrived so far."""
@@ -151,6 +152,7 @@ class Replay:
         ]
         self.routers = self._make_routers()
         self.detector = SimDetector(self._agenda, self._said) if config.detector else None
+        self.predictor = SimPredictor(self._learnt) if config.predictor else None
         count = len(trace.requests)
         self._ttft_s = np.full(count, np.nan)
         self._end_s = np.full(count, np.nan)
@@ -174,7 +176,8 @@ class Replay:
         routers = []
         for position in range(config.routers):
             lag_s = config.event_lag_s * (chance.uniform(0.5, 1.5) if several else 1.0)
-            tell = self._told if several or config.detector else None
+            heard = several or config.detector or config.predictor
+            tell = self._told if heard else None
             routers.append(
                 self.router_type(position, self._spec, config, self._agenda, records, lag_s, tell)
             )
@@ -288,9 +291,15 @@ class Replay:
         for router in self.routers:
             if router.name != batch.router_id:
                 self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, batch)
+        at_s = self._agenda.now_s + self._config.event_lag_s
         if self.detector is not None:
-            at_s = self._agenda.now_s + self._config.event_lag_s
             self._agenda.at(at_s, self.detector.hear, batch)
+        if self.predictor is not None:
+            self._agenda.at(at_s, self.predictor.hear, batch)
+
+    def _learnt(self, model: LatencyModel) -> None:
+        for router, room in zip(self.routers, self._rooms, strict=True):
+            self._agenda.at(self._agenda.now_s + router.lag_s, room.learn, model)
 
     def _said(self, message: Message) -> None:
         for router in self.routers:
@@ -312,9 +321,11 @@ class Replay:
         reports: list[LoadReport] = [
             report for each in self.instances if (report := each.report()) is not None
         ]
-        for router in self.routers:
-            for report in reports:
+        for report in reports:
+            for router in self.routers:
                 self._agenda.at(self._agenda.now_s + router.lag_s, router.hear, report)
+            if self.predictor is not None:
+                self.predictor.load(report)
         if not self._over:
             self._agenda.at(self._agenda.now_s + self._config.report_s, self._report)
 
@@ -339,7 +350,9 @@ class Replay:
         at_s = np.array([each.at_s for each in requests])
         prompt = np.array([each.input_tokens for each in requests], np.int64)
         output = np.array([each.output_tokens for each in requests], np.int64)
-        counts = Counter({} if self.detector is None else self.detector.counts)
+        counts: Counter[str] = Counter()
+        for service in (self.detector, self.predictor):
+            counts.update({} if service is None else service.counts)
         for router in self.routers:
             assert not router.plane.intake.counts["digest_mismatch"], "a feed said what is not"
             counts.update(router.plane.requests.counts)

@@ -106,6 +106,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         budgets_ttft_s: seconds to the first token, waits included, within which an answer is in
             time; each request has one of them, by the seed; 0 for a request without.
         detector: whether the hotspot detector watches.
+        predictor: whether the predictor learns how long requests take, for the queues.
         promise_s: how long blocks count as cached before they are there, see
             `PlaneConfig.promise_s`; 0 for not at all. Routers and `lab replay` take 5 s unless told
             otherwise; the bare planes that docs/evaluation.md compares promise nothing.
@@ -136,6 +137,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[TenantShare, ...] = ()
     budgets_ttft_s: tuple[float, ...] = ()
     detector: bool = False
+    predictor: bool = False
     promise_s: float = 0.0
     through_sidecars: bool = False
     coast_s_max: float = 0.25
@@ -162,6 +164,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"budgets_ttft_s must not be negative: {self.budgets_ttft_s}")
         if self.queue is not None and not self.batch_cap:
             raise ValueError("a queue needs a batch cap: without one, every instance has room")
+        if self.predictor and self.queue is None:
+            raise ValueError("a predictor needs a queue: nobody else asks it")
 
     @property
     def fleet(self) -> str:

@@ -4,7 +4,7 @@ Requests wait while every instance is at its cap, or for a full one that has the
 bookings end, and are refused when they would be late; those that share a new prefix with one under
 way follow it. It is `router.waiting_room` with the same queue, room, estimates, looks and
 coalescer, but for what tenants allow instead of a refusal. Estimates are the mean and mean + 3σ of
-what was observed, as where no predictor runs.
+what was observed, or a predictor's (`replay_predictor`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from controlplane.core.room import Room
 from lab.engine_types import Request
 from lab.replay_agenda import Agenda
 from lab.replay_tenants import TenantShare
+from schemas.bus import LatencyModel
 
 FOLLOW_LOOK_S = 0.01
 """How often followers are looked after, as in routers."""
@@ -156,6 +157,10 @@ class SimRoom:
             self._drain()
             self._look_soon()
         return True
+
+    def learn(self, model: LatencyModel) -> None:
+        """Take a latency model that was published."""
+        self._estimator.use(model)
 
     def ended(self, ttft_s: float, total_s: float, new_tokens: int) -> None:
         """Note that a booking has ended, and what the request took from when it was sent."""

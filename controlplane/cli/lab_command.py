@@ -60,6 +60,7 @@ def replay(
     queue: options.Queue = None,
     queue_k: options.QueueK = 2,
     queue_hold_s: options.QueueHold = 5.0,
+    predictor: options.Predictor = False,
     coalesce: options.Coalesce = 0,
     tenants: options.Tenants = "",
     budget_ttft_s: options.BudgetTtft = "",
@@ -89,6 +90,7 @@ def replay(
     Example: `multiplane lab replay sample --policies multiplicative,round_robin --instances 8`
     """
     from controlplane.core.coalesce import CoalesceConfig
+    from controlplane.predictor import trees
     from lab import report
     from lab.replay_config import ReplayConfig
     from lab.replay_plan import Plan, parse_policies
@@ -99,6 +101,8 @@ def replay(
         if out is not None:
             check_writable_folder("--out", out)
             report.check_installed()
+        if predictor:
+            trees.library()
         specs, best_linear = parse_policies(policies)
         config = ReplayConfig(
             instances=instances,
@@ -112,6 +116,7 @@ def replay(
             tenants=parse_tenants(tenants),
             budgets_ttft_s=options.budgets(budget_ttft_s),
             detector=detector,
+            predictor=predictor,
             promise_s=promise,
         )
         plan = Plan(
@@ -301,11 +306,12 @@ def generate(
 @contextmanager
 def _explained() -> Iterator[None]:
     """Turn what a trace or a setting got wrong into one line."""
+    from controlplane.predictor.trees import Unavailable
     from lab.report import Missing
 
     try:
         yield
-    except (ValueError, Missing) as error:
+    except (ValueError, Missing, Unavailable) as error:
         raise UsageError(str(error)) from error
 
 

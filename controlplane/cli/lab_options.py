@@ -101,6 +101,14 @@ QueueHold = Annotated[
         rich_help_panel=FLEET,
     ),
 ]
+Predictor = Annotated[
+    bool,
+    typer.Option(
+        "--predictor/--no-predictor",
+        help="Learn how long requests take, for the queue; needs xgboost.",
+        rich_help_panel=FLEET,
+    ),
+]
 Coalesce = Annotated[
     int,
     typer.Option(

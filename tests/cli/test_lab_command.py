@@ -88,6 +88,16 @@ def test_a_replay_with_a_queue_tells_of_waits_and_goodput(
     assert row["goodput_rps"] > 0
 
 
+def test_a_predictor_without_its_library_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is replayed; it says what to install."""
+    monkeypatch.setitem(sys.modules, "xgboost", None)
+    asked = "replay agent --batch-cap 4 --queue edf --predictor"
+    assert call(monkeypatch, *asked.split()) == 2
+    assert "pip install 'multiplane[predictor]'" in capsys.readouterr().err
+
+
 def test_a_replay_tells_of_each_tenant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,6 +233,30 @@ def test_a_tenants_own_budget_is_kept_for_most_of_its_requests() -> None:
     assert flood.in_time_rate is None
 
 
+@pytest.mark.slow
+def test_the_queue_goes_by_what_the_predictor_learns() -> None:
+    """After a thousand answers it publishes a model; every router's queue decides otherwise then.
+
+    The same seed learns the same trees.
+    """
+    trace = generate("api", seed=1, duration_s=35.0, requests_per_s=60.0)
+    settings = {
+        "instances": 4,
+        "profile": "h20/qwen2.5-7b",
+        "routers": 2,
+        "batch_cap": 12,
+        "queue": QueueConfig(),
+        "budgets_ttft_s": (0.5, 4.0),
+    }
+    plain, told, again = (run(trace, predictor=on, **settings) for on in (False, True, True))
+    assert told.counts["predictor:replaced"] == 1
+    assert same(told, again)
+    assert not same(plain, told)
+    early = int((plain.at_s < 8.0).sum())
+    assert np.array_equal(plain.end_s[:early], told.end_s[:early]), "it had not learnt yet"
+    assert (measure(told, 20.0).in_time_rate or 0) > 0.9 * (measure(plain, 20.0).in_time_rate or 1)
+
+
 def bursts(per: int = 6) -> Trace:
     """Four new prefixes of 4,096 tokens, each asked for by several at once."""
     requests = []
@@ -327,6 +351,7 @@ def test_waits_survive_being_written() -> None:
     ("wrong", "said"),
     [
         ({"queue": FCFS}, "a queue needs a batch cap"),
+        ({"predictor": True}, "a predictor needs a queue"),
         ({"budgets_ttft_s": (1.0, -1.0)}, "budgets_ttft_s must not be negative"),
     ],
 )
