@@ -80,8 +80,8 @@ async def test_a_stalled_pipe_costs_lines_and_nothing_else(
     os.set_blocking(reader, True)
     closing = asyncio.create_task(log.close())
     received = bytearray()
-    while not closing.done():
-        received += await asyncio.to_thread(os.read, reader, 1 << 16)
+    while read := await asyncio.to_thread(os.read, reader, 1 << 16):
+        received += read
     await closing
     os.close(reader)
     assert received.endswith(b"\n")
