@@ -135,7 +135,10 @@ async def create_missing(bus: Bus) -> list[Change]:
     try:
         changes = await ensure(bus, layout(), missing_only=True)
     except NoRoomError:
-        changes = await ensure(bus, layout(size=_SMALL), missing_only=True)
+        try:
+            changes = await ensure(bus, layout(size=_SMALL), missing_only=True)
+        except NoRoomError as error:
+            raise NoRoomError(f"{error}; `multiplane bus init` tells what `--size` fits") from error
     return [change for change in changes if change.action == "created"]
 
 

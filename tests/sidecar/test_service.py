@@ -202,7 +202,7 @@ async def test_why_nothing_can_be_registered_is_said(
     said = [record.message for record in caplog.records if "cannot register" in record.message]
     assert len(said) == len(set(said))
     assert all("; nor create what the bus lacks: " in line for line in said)
-    assert all("`multiplane bus init --size" in line for line in said)
+    assert all("`multiplane bus init` tells what `--size` fits" in line for line in said)
 
 
 async def test_the_bus_may_be_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
