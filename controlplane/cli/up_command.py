@@ -121,7 +121,8 @@ def up(
     it. With --trace, real HTTP traffic is replayed through it and a table compares the policies.
 
     Ports, all on 127.0.0.1: 8000 for clients; if they are free 4222 for NATS, 8001 and following
-    for the routers' metrics, 8090 for the dashboard; and free ones for the engines.
+    for the routers' metrics, 8090 for the dashboard; and free ones for the engines. Operators'
+    commands in another terminal find the plane by themselves.
 
     Example: `multiplane up --engines 4 --trace sample --duration 300 --report table.md`
     """

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lab.profiles import find_profile
+from lab.server import main
 from lab.server_model import ServedModel
 from lab.server_options import parse
 from lab.tiny_model import tiny_model_dir
@@ -54,3 +57,13 @@ def test_bad_flags_are_named(flags: str, named: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="2"):
         parse(flags.split())
     assert named in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With the flag, in one line."""
+    assert main(["--model-dir", str(tmp_path / "missing")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"lab.server: --model-dir {tmp_path / 'missing'} is no usable model")
+    assert said.count("\n") == 1
