@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
 from controlplane.operator import Operator
+from controlplane.operator_view import instance_rows
 from router.directory import CARDS_SEEN_MAX
 from schemas import subjects
 from schemas.bus import InstanceRecord
@@ -225,3 +227,14 @@ async def test_cards_that_were_seen_are_remembered_up_to_a_bound() -> None:
         for number in range(CARDS_SEEN_MAX):
             rig.served.saw_card(f"{number}", alike=False)
         assert len(rig.served.cards_seen) == 1
+
+
+async def test_an_engine_whose_sidecar_was_gone_for_an_hour_is_used_by_a_new_router() -> None:
+    """Its record is still there, and nothing else says that it does not serve."""
+    async with ServiceRig() as rig:
+        await rig.instance("a", seen=False, sent_wall_s=time.time() - 3600.0)
+        await until(lambda: rig.known("a") and rig.served.reader is not None)
+        await rig.chat("hi")
+        assert len(rig.engines["a"].received) == 1
+        (row,) = instance_rows([rig.known("a").record], [], set(), time.time())
+        assert (row.state, row.broken) == ("silent", True)
