@@ -169,7 +169,7 @@ class RequestMetrics:
         if decision.hit_tokens is not None:
             self._lookup_hits[()] += 1
             self._selected[()] += decision.hit
-            self._best[()] += int(decision.hit_tokens.max())
+            self._best[()] += decision.hit_tokens.item(decision.hit_tokens.argmax())
 
     def ended(self, model: str, endpoint: str, tenant: str, outcome: str, status: int) -> None:
         """Count a request's end."""

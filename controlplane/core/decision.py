@@ -78,6 +78,7 @@ class Decision(msgspec.Struct, frozen=True):
         context_tokens: (rows,) prompt tokens of unfinished requests; None where the policy does not
             look at them.
         reason: why the policy or the candidates were not the configured ones; empty if they were.
+        hit: prompt tokens that the chosen instance is believed to have cached when it begins.
     """
 
     request: RouteRequest
@@ -91,17 +92,12 @@ class Decision(msgspec.Struct, frozen=True):
     context_tokens: IntArray | None
     reason: str
     trust: Trust
+    hit: int
 
     @property
     def instance(self) -> Instance:
         """The chosen instance."""
         return self.rows[self.choice.index]
-
-    @property
-    def hit(self) -> int:
-        """Prompt tokens that the chosen instance is believed to have cached when it begins."""
-        known = added(self.hit_tokens, self.promised_tokens)
-        return 0 if known is None else int(known[self.choice.index])
 
     @property
     def new_tokens(self) -> int:

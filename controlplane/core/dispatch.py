@@ -132,9 +132,10 @@ class Dispatcher:
             allowed=fleet.allowed if barred else None,
             batch_cap=self.batch_cap,
         )
+        known = added(hits, promised)
         asked = scoring.Request(
             request.prompt_tokens,
-            added(hits, promised),
+            known,
             capable=fleet.capable(request.lora),
             untried=self._untried(request) if request.tried else None,
             cool=self._cool(request, hits),
@@ -159,6 +160,7 @@ class Dispatcher:
             context.copy() if policy.name in READS_CONTEXT else None,
             reason,
             fleet.at(choice.index).trust,
+            0 if known is None else known.item(choice.index),
         )
 
     def _policy_for(self, request: RouteRequest, now_s: float) -> tuple[Policy, str]:

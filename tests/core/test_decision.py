@@ -41,7 +41,7 @@ def decision_over(rows: list[tuple[int, float, bool]], filtered: bool) -> Decisi
     hits = held * BLOCK_SIZE if levels else None
     zeros = np.zeros(len(rows), np.int64)
     match = Match(tuple(levels))
-    return Decision(request, (), choice, match, hits, None, zeros, zeros, None, "", Trust.EXACT)
+    return Decision(request, (), choice, match, hits, None, zeros, zeros, None, "", Trust.EXACT, 0)
 
 
 @given(st.lists(ROW, min_size=1, max_size=8), st.booleans())
