@@ -35,6 +35,7 @@ import numpy as np
 
 from bench.caches import FleetCaches, Shape
 from controlplane.core.index import PrefixIndex
+from controlplane.core.plane import PlaneConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,7 +53,7 @@ FILLS = 3
 STEP_BLOCKS = 512
 RESYNC_BLOCKS = 100_000
 CHUNK_BLOCKS = 4_096
-SWEEP_BLOCKS = 8_192
+SWEEP_BLOCKS = PlaneConfig().sweep_blocks
 
 HEADER = struct.Struct("<II")
 

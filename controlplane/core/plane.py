@@ -73,7 +73,7 @@ class PlaneConfig(msgspec.Struct, frozen=True):
         batch_cap: largest batch of an instance; None for no cap.
         totals_every_s: how often `RouterTotals` are published.
         rows_every_s: how old `FleetRows` may be that a decision refers to.
-        sweep_blocks: blocks swept at a time: about half a millisecond.
+        sweep_blocks: blocks swept at a time, and what is left of a shard: a millisecond or two.
         route_events_max: route events kept for the next batch; the oldest go beyond it.
         tier_credit: what a hit token is worth, by memory tier.
         audit_candidates: share of decisions whose candidates are recorded in full, 0 to 1.
