@@ -33,6 +33,9 @@ _SIZE_LINE_PREFIX: Final = re.compile(
 )
 _TRAILER: Final = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
 
+_PLAIN_SIZE: Final = re.compile(rb"[0-9A-Fa-f]{1,15}")
+_PLAIN_SIZE_LINE_BYTES_MAX: Final = 17
+
 _SIZE, _DATA, _BREAK, _TRAILERS, _DONE = range(5)
 
 
@@ -69,17 +72,21 @@ class ChunkScanner:
         Raises:
             ChunkError: the bytes are not a chunked body; the scanner is of no further use.
         """
-        stop = self._follow(data, content)
+        pos = 0
+        if self.between and content is None:
+            pos = _past_plain_chunks(data)
+            if pos == len(data):
+                return -1
+        stop = self._follow(data, pos, content)
         self.between = self._state == _SIZE and not self._kept
         return stop
 
-    def _follow(self, data: bytes, content: list[bytes] | None) -> int:
-        """Follow the body through `data`, whatever there is in it; see `feed`."""
+    def _follow(self, data: bytes, pos: int, content: list[bytes] | None) -> int:
+        """Follow the body through `data` from `pos` on, whatever there is in it; see `feed`."""
         kept = len(self._kept)
         if kept:
             data = self._kept + data
             self._kept = b""
-        pos = 0
         end = len(data)
         while True:
             if self._state == _DATA:
@@ -137,6 +144,27 @@ class ChunkScanner:
                 raise ChunkError("malformed trailers")
         self._state = _DONE
         return stop
+
+
+def _past_plain_chunks(data: bytes) -> int:
+    """Return where the first of the chunks that `data` begins with is not whole and plain.
+
+    A read that lags behind an engine has many: they are passed without a pattern.
+    """
+    pos, end = 0, len(data)
+    while True:
+        line_end = data.find(b"\r\n", pos, pos + _PLAIN_SIZE_LINE_BYTES_MAX)
+        size = _plain_size(data[pos:line_end]) if line_end > 0 else 0
+        stop = line_end + size + 4
+        if not size or stop > end or not data.startswith(b"\r\n", stop - 2):
+            return pos
+        pos = stop
+
+
+@lru_cache(4096)
+def _plain_size(line: bytes) -> int:
+    """Return the size that a size line without extension says, 0 if it is not one."""
+    return int(line, 16) if _PLAIN_SIZE.fullmatch(line) else 0
 
 
 @lru_cache(4096)
