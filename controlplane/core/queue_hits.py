@@ -13,14 +13,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from heapq import merge
-from operator import itemgetter
 
 Levels = tuple[tuple[int, int], ...]
 Entry = tuple[int, int]
 """(-tokens, number)."""
-
-_FIRST = itemgetter(0)
 
 
 class HitLines:
@@ -58,17 +54,25 @@ class HitLines:
                 self._shared.pop(mask, None)
 
     def longest(self, mask: int) -> Iterator[Entry]:
-        """Yield each that hits something on a mask, the longest hit first, then the oldest."""
+        """Yield each that hits something on a mask, the longest hit first, then the oldest.
+
+        Complexity: O(masks) each; the first few are all that anybody asks for.
+        """
         lines = self._on(mask)
-        if not lines:
-            return
-        first = min(map(_FIRST, lines))
-        yield first
-        seen = {first[1]}
-        for entry in merge(*lines):
-            if entry[1] not in seen:
-                seen.add(entry[1])
-                yield entry
+        heads = [line[0] for line in lines]
+        places = [0] * len(lines)
+        seen: set[int] = set()
+        while heads:
+            first = min(heads)
+            at = heads.index(first)
+            places[at] += 1
+            if places[at] < len(lines[at]):
+                heads[at] = lines[at][places[at]]
+            else:
+                del heads[at], places[at], lines[at]
+            if first[1] not in seen:
+                seen.add(first[1])
+                yield first
 
     def _on(self, mask: int) -> list[list[Entry]]:
         """Return the lines of masks that share a bit with one."""

@@ -41,7 +41,7 @@ from typing import Any, Literal, get_args
 import msgspec
 from sortedcontainers import SortedList
 
-from controlplane.core.openings import Hits, Openings, hit_on
+from controlplane.core.openings import Hits, Openings
 from controlplane.core.queue_hits import HitLines
 
 Order = Literal["fcfs", "edf", "klpm", "edf+klpm"]
@@ -50,7 +50,10 @@ ORDERS: tuple[str, ...] = get_args(Order)
 _INFINITY = float("inf")
 
 HELD_MAX = 8
-"""So many that are held are passed over for one dispatch, at some microseconds each."""
+"""So many in order that are held are passed over for one dispatch, at some microseconds each."""
+
+LONGEST_MAX = 4
+"""So many of the longest hits are looked at; if all are held, it is the foremost's turn."""
 
 BAND_SHARE = 0.1
 """The band of `edf+klpm` as a share of the most urgent one's slack, where that is more than
@@ -236,8 +239,13 @@ class Waiting:
 
     def affinity_tokens(self, mask: int) -> int:
         """How much of its prompt it is likely to find computed on the best of some instances."""
-        hit, (grouped, where) = hit_on(self.hits, mask), self.grouped
-        return grouped if grouped > hit and where & mask else hit
+        grouped, where = self.grouped
+        if not where & mask:
+            grouped = 0
+        for tokens, holders in self.hits:
+            if holders & mask:
+                return tokens if tokens > grouped else grouped
+        return grouped
 
     @property
     def cost_tokens(self) -> int:
@@ -359,7 +367,7 @@ class Line:
         assert self._by_hit is not None
         ahead: dict[int, int] = {}
         longest = self._by_hit.longest(openings.open)
-        for less, number in islice(longest, HELD_MAX):
+        for less, number in islice(longest, LONGEST_MAX):
             waiting = self._waiting[number]
             if not self._held(waiting, -less, openings, ahead, now_s):
                 return waiting
@@ -389,13 +397,14 @@ class Line:
         now_s: float,
     ) -> bool:
         """Whether a request that finds so much where there is room waits for who has more."""
-        if not self._holds or not openings.full or waiting.hit_tokens <= hit:
+        hits = waiting.hits
+        if not self._holds or not openings.full or not hits or hits[0][0] <= hit:
             return False
-        worth_s = openings.worth_waiting_s(waiting.hits, hit, ahead)
+        worth_s = openings.worth_waiting_s(hits, hit, ahead)
+        if not worth_s:
+            return False
         worth_s = min(worth_s, self._config.hold_s_max)
-        if not worth_s or now_s + worth_s >= waiting.start_by_s:
-            return False
-        return now_s - waiting.held_s < worth_s
+        return now_s - waiting.held_s < worth_s and now_s + worth_s < waiting.start_by_s
 
     def served(self, waiting: Waiting) -> None:
         """Take out whose turn it was, and let the next turn come."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from controlplane.core.openings import Openings
-from controlplane.core.queue_lines import BAND_SHARE, HELD_MAX, QueueConfig, Waiting
+from controlplane.core.queue_lines import BAND_SHARE, HELD_MAX, LONGEST_MAX, QueueConfig, Waiting
 
 
 def found(one: Waiting, mask: int) -> int:
@@ -89,7 +89,9 @@ class NaiveQueue:
         if self.config.order == "klpm":
             by_hit = sorted(ordered, key=lambda w: (-found(w, openings.open), w.number))
             hitting = [w for w in by_hit if found(w, openings.open)]
-            able = (w for w in hitting[:HELD_MAX] if not self._is_held(w, openings, ahead, now_s))
+            able = (
+                w for w in hitting[:LONGEST_MAX] if not self._is_held(w, openings, ahead, now_s)
+            )
             return next(able, None)
         most_s = ordered[0].start_by_s
         limit_s = most_s + max(self.config.band_s, BAND_SHARE * (most_s - now_s))
