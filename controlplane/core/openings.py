@@ -68,14 +68,6 @@ def hits_of(tokens: IntArray | None, slots: IntArray) -> Hits:
     return tuple(hits)
 
 
-def hit_on(hits: Hits, mask: int) -> int:
-    """Return how many tokens the best of some instances has."""
-    for tokens, holders in hits:
-        if holders & mask:
-            return tokens
-    return 0
-
-
 class Openings(msgspec.Struct, frozen=True):
     """Who has room for a request of some lane.
 

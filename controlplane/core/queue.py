@@ -3,8 +3,9 @@
 Theory of operation. Requests wait in *lines*, one for each tenant and lane (`queue_lines`), whose
 order is configured. Between tenants the queue is shared by deficit round robin: a tenant whose turn
 it is may have prefilled `weight · quantum_tokens` more, and keeps what it does not use while it has
-requests waiting. So of what is served while two tenants wait, each gets its weight's part, give or
-take one quantum and one longest prompt, whatever the others send.
+requests waiting. Its turn comes once it has what its first request takes, and it pays for whichever
+is served. So of what is served while two tenants wait, each gets its weight's part, give or take
+one quantum and one longest prompt, whatever the others send.
 
     add ──> waiting ──take──> to an instance
                │ └──cancel──> gone: its client left
@@ -69,21 +70,41 @@ class _Tenant:
         self.deficit = 0.0
         self.in_turn = False
 
-    def choose(
-        self, opened: dict[Hashable, Openings | None], is_open: Open, now_s: float
-    ) -> Waiting | None:
+    def head_cost(self, opened: _Opened) -> int | None:
+        """Return what serving its first takes, of the lanes that have room; None if none has."""
+        heads = [line.head for lane, line in self.lines.items() if opened(lane) is not None]
+        if not heads:
+            return None
+        return min(heads, key=_urgency).cost_tokens
+
+    def choose(self, opened: _Opened, now_s: float) -> Waiting | None:
         """Return whose turn it is among the lanes that have room: the most urgent, the oldest."""
-        best: Waiting | None = None
+        found: list[Waiting] = []
         for lane, line in self.lines.items():
-            if lane not in opened:
-                opened[lane] = is_open(lane)
-            openings = opened[lane]
-            found = None if openings is None else line.choose(openings, now_s)
-            if found is None:
-                continue
-            if best is None or (found.start_by_s, found.number) < (best.start_by_s, best.number):
-                best = found
-        return best
+            openings = opened(lane)
+            chosen = None if openings is None else line.choose(openings, now_s)
+            if chosen is not None:
+                found.append(chosen)
+        return min(found, key=_urgency, default=None)
+
+
+def _urgency(waiting: Waiting) -> tuple[float, int]:
+    return waiting.start_by_s, waiting.number
+
+
+class _Opened:
+    """Who has room, asked once a lane."""
+
+    __slots__ = ("_is_open", "_known")
+
+    def __init__(self, is_open: Open) -> None:
+        self._is_open = is_open
+        self._known: dict[Hashable, Openings | None] = {}
+
+    def __call__(self, lane: Hashable) -> Openings | None:
+        if lane not in self._known:
+            self._known[lane] = self._is_open(lane)
+        return self._known[lane]
 
 
 class _Group:
@@ -227,11 +248,11 @@ class AdmissionQueue:
 
         Complexity: O(log n) for one tenant, O(tenants) in all.
         """
-        opened: dict[Hashable, Openings | None] = {}
+        opened = _Opened(is_open)
         if len(self._ring) == 1:
-            chosen = self._ring[0].choose(opened, is_open, now_s)
+            chosen = self._ring[0].choose(opened, now_s)
         else:
-            chosen = self._next_in_round(opened, is_open, now_s)
+            chosen = self._next_in_round(opened, now_s)
         if chosen is None:
             return None
         self._tenants[chosen.tenant].lines[chosen.lane].served(chosen)
@@ -239,48 +260,56 @@ class AdmissionQueue:
         self.rate.note(now_s)
         return chosen
 
-    def _next_in_round(
-        self, opened: dict[Hashable, Openings | None], is_open: Open, now_s: float
-    ) -> Waiting | None:
+    def _next_in_round(self, opened: _Opened, now_s: float) -> Waiting | None:
         """Return who is served next by deficit round robin, charged to its tenant."""
-        able: dict[str, Waiting] = {}
-        quantum = self.config.quantum_tokens
-        for turn in range(4):  # two but for rounding
-            for tenant in self._ring:
-                waiting = able.get(tenant.name)
-                if waiting is None and turn == 0:
-                    waiting = tenant.choose(opened, is_open, now_s)
-                if waiting is None:
-                    continue
-                able[tenant.name] = waiting
-                if not tenant.in_turn:
-                    tenant.in_turn = True
-                    tenant.deficit += quantum * tenant.weight
-                if tenant.deficit >= waiting.cost_tokens:
-                    self._turn_to(tenant)
-                    tenant.deficit -= waiting.cost_tokens
-                    return waiting
-                tenant.in_turn = False
-            if not able:
-                return None
+        able: dict[_Tenant, int] = {}
+        for tenant in self._ring:
+            cost = tenant.head_cost(opened)
+            if cost is None:
+                continue
+            able[tenant] = cost
+            waiting = self._turn_of(tenant, able, opened, now_s)
+            if waiting is not None:
+                return waiting
+        while able:
             self._skip_rounds(able)
-        raise AssertionError("after the rounds that it takes, somebody can be served")
+            for tenant in list(able):
+                waiting = self._turn_of(tenant, able, opened, now_s)
+                if waiting is not None:
+                    return waiting
+        return None
 
-    def _skip_rounds(self, able: dict[str, Waiting]) -> None:
+    def _turn_of(
+        self, tenant: _Tenant, able: dict[_Tenant, int], opened: _Opened, now_s: float
+    ) -> Waiting | None:
+        """Return who is served in a tenant's turn; None if its credit does not suffice.
+
+        If all that may go are held the tenant is `able` no more.
+        """
+        credit = tenant.deficit
+        if not tenant.in_turn:
+            credit += self.config.quantum_tokens * tenant.weight
+        if credit < able[tenant]:
+            tenant.deficit, tenant.in_turn = credit, False
+            return None
+        waiting = tenant.choose(opened, now_s)
+        if waiting is None:
+            del able[tenant]
+            return None
+        tenant.deficit, tenant.in_turn = credit - waiting.cost_tokens, True
+        while self._ring[0] is not tenant:  # its turn lasts until its credit does not
+            self._ring.rotate(-1)
+        return waiting
+
+    def _skip_rounds(self, able: dict[_Tenant, int]) -> None:
         """Let the rounds pass at once in which nobody could be served."""
         quantum = self.config.quantum_tokens
-        tenants = [self._tenants[name] for name in able]
         rounds = min(
-            math.ceil((able[each.name].cost_tokens - each.deficit) / (quantum * each.weight))
-            for each in tenants
+            math.ceil((cost - tenant.deficit) / (quantum * tenant.weight))
+            for tenant, cost in able.items()
         )
-        for tenant in tenants:
+        for tenant in able:
             tenant.deficit += max(rounds - 1, 0) * quantum * tenant.weight
-
-    def _turn_to(self, tenant: _Tenant) -> None:
-        """Go on with this tenant next time: its turn lasts until its credit does not."""
-        while self._ring[0] is not tenant:
-            self._ring.rotate(-1)
 
     def went(self, group: Hashable, mask: int) -> None:
         """Let those who share the prefix of one that was just sent be served soon, too.

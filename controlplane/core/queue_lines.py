@@ -333,6 +333,11 @@ class Line:
         """Who came last."""
         return self._waiting[next(reversed(self._waiting))]
 
+    @property
+    def head(self) -> Waiting:
+        """Who is first in order: the oldest, or the most urgent."""
+        return next(self._in_order())
+
     def choose(self, openings: Openings, now_s: float) -> Waiting | None:
         """Return whose turn it is; None if everybody that was looked at is held.
 
@@ -348,7 +353,7 @@ class Line:
     def _foremost(self, openings: Openings, now_s: float) -> Waiting | None:
         """Return the oldest, or the most urgent, of those that are not held."""
         if not self._holds or not openings.full:
-            return next(self._in_order())
+            return self.head
         ahead: dict[int, int] = {}
         for waiting in islice(self._in_order(), HELD_MAX):
             hit = waiting.affinity_tokens(openings.open)

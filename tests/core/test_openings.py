@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.core.latency import Estimator
-from controlplane.core.openings import ANYWHERE, LEVELS_MAX, Openings, hit_on, hits_of, mask_of
+from controlplane.core.openings import ANYWHERE, LEVELS_MAX, Openings, hits_of, mask_of
+from controlplane.core.queue_lines import Waiting
 from controlplane.core.room import Room
 from tests.core.plane_helpers import Publisher, plane, prompt, record
 
@@ -26,7 +27,8 @@ def test_masks_say_what_rows_do(rows: list[tuple[int, int, bool]]) -> None:
     assert len(hits) == min(len({each[0] for each in rows} - {0}), LEVELS_MAX)
     least = hits[-1][0] if hits else 0
     best = max((count for count, slot, _ in rows if slot in bits), default=0)
-    assert hit_on(hits, mask) == (best if best >= least else 0)
+    found = Waiting("x", 0.0, hits=hits).affinity_tokens(mask)
+    assert found == (best if best >= least else 0)
 
 
 def test_only_the_deepest_change_points_are_kept() -> None:

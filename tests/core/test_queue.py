@@ -321,6 +321,27 @@ def test_nobody_is_held_where_a_place_is_far_or_a_deadline_near() -> None:
         assert strict.take(full_but(B), 0.0) is first, "these orders pick nobody by hits"
 
 
+def test_a_tenant_that_is_held_does_not_hold_up_the_others() -> None:
+    """Its turn passes, for nothing; it pays for what is served, not for its first."""
+    queue = AdmissionQueue(QueueConfig("klpm", quantum_tokens=10_000))
+    held = add(queue, "held", tenant="a", tokens=900, hits=somewhere(800, A))
+    cold = add(queue, "cold", tenant="b", tokens=900)
+    assert queue.take(full_but(B), 0.0) is cold
+    assert queue.take(full_but(B), 0.1) is None
+    again = add(queue, "again", tenant="b", tokens=900)
+    assert queue.take(full_but(A), 0.2) is held
+    assert queue.take(full_but(A), 0.2) is again
+    first = [
+        add(queue, "first", tenant=name, tokens=9_000, hits=somewhere(8_900, A)) for name in "ab"
+    ]
+    for name in "ab":
+        add(queue, "cold", tenant=name, tokens=9_000)
+    taken = [queue.take(full_but(B), 1.0) for _ in range(2)]
+    assert [one and one.payload for one in taken] == ["cold", "cold"]
+    assert {one.tenant for one in taken if one} == {"a", "b"}, "9,000 tokens are a turn's worth"
+    assert queue.take(full_but(A), 1.0) in first
+
+
 def test_those_ahead_for_the_same_place_count() -> None:
     """With a place every 0.3 s two may wait to save 0.8 s; the third goes."""
     queue = AdmissionQueue(QueueConfig("klpm"))

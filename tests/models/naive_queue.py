@@ -121,32 +121,59 @@ class NaiveQueue:
 
     def take(self, room: Callable[[Hashable], Openings | None], now_s: float) -> Waiting | None:
         """Takes out whose turn it is, letting rounds pass one at a time."""
-        able: list[tuple[str, Waiting]] = []
-        for tenant in self.ring:
-            lanes = {each.lane for each in self.waiting if each.tenant == tenant}
-            opened = [(lane, openings) for lane in lanes if (openings := room(lane)) is not None]
-            chosen = [self.choose(tenant, lane, openings, now_s) for lane, openings in opened]
-            heads = [each for each in chosen if each is not None]
-            if heads:
-                able.append((tenant, min(heads, key=lambda w: (w.start_by_s, w.number))))
-        if not able:
+        if len(self.ring) == 1:
+            one = self._chosen(self.ring[0], room, now_s)
+        else:
+            one = self._in_rounds(room, now_s)
+        if one is None:
             return None
-        one = able[0][1] if len(self.ring) == 1 else self._in_rounds(able)
         self.waiting.remove(one)
         line = (one.tenant, one.lane)
         self.turns[line] = self.turns.get(line, 0) + 1
         self._forget(one)
         return one
 
-    def _in_rounds(self, able: list[tuple[str, Waiting]]) -> Waiting:
-        while True:
-            for tenant, waiting in able:
+    def _chosen(
+        self, tenant: str, room: Callable[[Hashable], Openings | None], now_s: float
+    ) -> Waiting | None:
+        """Returns whose turn it is of one tenant."""
+        lanes = {each.lane for each in self.waiting if each.tenant == tenant}
+        opened = [(lane, openings) for lane in lanes if (openings := room(lane)) is not None]
+        chosen = [self.choose(tenant, lane, openings, now_s) for lane, openings in opened]
+        able = [each for each in chosen if each is not None]
+        return min(able, key=lambda w: (w.start_by_s, w.number), default=None)
+
+    def _head(self, tenant: str, room: Callable[[Hashable], Openings | None]) -> Waiting | None:
+        """Returns the first of one tenant, in the order of its lines without hits."""
+        open_ones = [w for w in self.waiting if w.tenant == tenant and room(w.lane) is not None]
+        heads = {}
+        for one in sorted(open_ones, key=lambda w: w.number):
+            known = heads.setdefault(one.lane, one)
+            if "edf" in self.config.order and one.start_by_s < known.start_by_s:
+                heads[one.lane] = one
+        return min(heads.values(), key=lambda w: (w.start_by_s, w.number), default=None)
+
+    def _in_rounds(
+        self, room: Callable[[Hashable], Openings | None], now_s: float
+    ) -> Waiting | None:
+        heads = {tenant: self._head(tenant, room) for tenant in self.ring}
+        able = {tenant: head for tenant, head in heads.items() if head is not None}
+        while able:
+            for tenant, head in list(able.items()):
+                credit = self.deficits[tenant]
                 if tenant not in self.in_turn:
-                    self.in_turn.add(tenant)
-                    self.deficits[tenant] += self.config.quantum_tokens * waiting.weight
-                if self.deficits[tenant] >= waiting.cost_tokens:
-                    at = self.ring.index(tenant)
-                    self.ring = self.ring[at:] + self.ring[:at]
-                    self.deficits[tenant] -= waiting.cost_tokens
-                    return waiting
-                self.in_turn.discard(tenant)
+                    credit += self.config.quantum_tokens * head.weight
+                if credit < head.cost_tokens:
+                    self.deficits[tenant] = credit
+                    self.in_turn.discard(tenant)
+                    continue
+                waiting = self._chosen(tenant, room, now_s)
+                if waiting is None:
+                    del able[tenant]
+                    continue
+                at = self.ring.index(tenant)
+                self.ring = self.ring[at:] + self.ring[:at]
+                self.deficits[tenant] = credit - waiting.cost_tokens
+                self.in_turn.add(tenant)
+                return waiting
+        return None
