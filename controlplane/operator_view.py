@@ -26,15 +26,18 @@ from schemas.bus import (
     InstanceRecord,
     LeaderLease,
     PolicyOverride,
+    RegisteredPrefix,
     RouterLease,
     decode_hotspot,
     decode_instance,
     decode_leader,
     decode_load,
     decode_policy,
+    decode_prefixes,
     decode_router,
 )
 from schemas.codec import RemoteError
+from schemas.ids import decode_token
 
 T = TypeVar("T")
 
@@ -96,6 +99,31 @@ class RouterEntry(msgspec.Struct, frozen=True):
         return now_wall_s - self.lease.sent_wall_s > BEATS_MISSED_MAX * self.lease.heartbeat_s
 
 
+class PrefixRow(msgspec.Struct, frozen=True):
+    """A registered prefix as an operator wants to see it; nothing of its text.
+
+    Attributes:
+        id: its handle.
+        tokens: its length.
+        blocks: its whole blocks.
+        references: registrations that were not released.
+        idle_s: for how long it has been neither used nor registered, at most: uses are told late.
+        ends_s: when it will end if it stays idle, from now.
+    """
+
+    tenant: str
+    id: str
+    model: str
+    tokens: int
+    blocks: int
+    references: int
+    pin: bool
+    spread: bool
+    ttl_s: float
+    idle_s: float
+    ends_s: float
+
+
 class InstanceRow(msgspec.Struct, frozen=True):
     """An instance as an operator wants to see it.
 
@@ -130,11 +158,12 @@ def said_wall_s(statement: Statement) -> float:
 async def read_instances(bus: Bus) -> Listing[InstanceRecord]:
     """Return all records, by model and instance. Raises BusError."""
 
-    def understand(model: str, part: str, value: bytes, at_wall_s: float) -> InstanceRecord:
+    def understand(key: str, value: bytes, age_s: float) -> InstanceRecord:
+        model, part = subjects.parse_key(key)
         record = decode_instance(value)
         if (record.model, record.instance_id) != (model, part):
             raise RemoteError(f"it speaks of {record.instance_id!r} of {record.model!r}")
-        return msgspec.structs.replace(record, sent_wall_s=at_wall_s)
+        return msgspec.structs.replace(record, sent_wall_s=time.time() - age_s)
 
     found = await _read(bus, subjects.INSTANCES, understand)
     return _sorted(found, lambda record: (record.model, record.instance_id))
@@ -143,9 +172,10 @@ async def read_instances(bus: Bus) -> Listing[InstanceRecord]:
 async def read_routers(bus: Bus) -> Listing[RouterEntry]:
     """Return the routers that say where they are, by model and router. Raises BusError."""
 
-    def understand(model: str, part: str, value: bytes, at_wall_s: float) -> RouterEntry:
+    def understand(key: str, value: bytes, age_s: float) -> RouterEntry:
+        model, _ = subjects.parse_key(key)
         lease = decode_router(value)
-        return RouterEntry(model, msgspec.structs.replace(lease, sent_wall_s=at_wall_s))
+        return RouterEntry(model, msgspec.structs.replace(lease, sent_wall_s=time.time() - age_s))
 
     found = await _read(bus, subjects.ROUTERS, understand)
     return _sorted(found, lambda entry: (entry.model, entry.lease.router_id))
@@ -154,12 +184,44 @@ async def read_routers(bus: Bus) -> Listing[RouterEntry]:
 async def read_standing(bus: Bus) -> Listing[Standing]:
     """Return what operators and detectors have said, hotspots included. Raises BusError."""
 
-    def understand(model: str, part: str, value: bytes, at_wall_s: float) -> Standing:
-        decode = decode_hotspot if part.startswith("hotspot") else decode_policy
-        return Standing(model, part, _said_at(decode(value), at_wall_s))
+    def understand(key: str, value: bytes, age_s: float) -> Standing:
+        model, name = subjects.parse_key(key)
+        decode = decode_hotspot if name.startswith("hotspot") else decode_policy
+        return Standing(model, name, _said_at(decode(value), time.time() - age_s))
 
     found = await _read(bus, subjects.VERDICTS, understand)
     return _sorted(found, lambda standing: (standing.model, standing.name))
+
+
+async def read_prefixes(bus: Bus) -> Listing[PrefixRow]:
+    """Return what callers have registered, by tenant, in that order. Raises BusError."""
+
+    def understand(key: str, value: bytes, age_s: float) -> list[PrefixRow]:
+        record = decode_prefixes(value)
+        if record.tenant != decode_token(key):
+            raise RemoteError(f"it speaks of tenant {record.tenant!r}")
+        return [_prefix_row(record.tenant, each, age_s) for each in record.prefixes]
+
+    found = await _read(bus, subjects.PREFIXES, understand)
+    return Listing([row for rows in found.rows for row in rows], found.unreadable)
+
+
+def _prefix_row(tenant: str, prefix: RegisteredPrefix, age_s: float) -> PrefixRow:
+    """Return a prefix as of `age_s` after its tenant's record was written."""
+    idle_s = prefix.idle_s + age_s
+    return PrefixRow(
+        tenant,
+        prefix.id,
+        prefix.model,
+        prefix.tokens,
+        prefix.blocks,
+        prefix.references,
+        prefix.pin,
+        prefix.spread,
+        prefix.ttl_s,
+        idle_s,
+        max(prefix.ttl_s - idle_s, 0.0),
+    )
 
 
 async def read_leader(bus: Bus, service: str) -> LeaderLease | None:
@@ -173,10 +235,8 @@ async def read_leader(bus: Bus, service: str) -> LeaderLease | None:
         return None
 
 
-async def _read(
-    bus: Bus, name: str, understand: Callable[[str, str, bytes, float], T]
-) -> Listing[T]:
-    """Read a bucket whole; `understand(model, part, value, at_wall_s)` may raise RemoteError."""
+async def _read(bus: Bus, name: str, understand: Callable[[str, bytes, float], T]) -> Listing[T]:
+    """Read a bucket whole; `understand(key, value, age_s)` may raise RemoteError."""
     bucket = await bus.bucket(name)
     await bucket.keys()  # a watch would wait for a bucket that is missing
     found: dict[str, Entry] = {}
@@ -185,14 +245,12 @@ async def _read(
         await watch.synced(_READ_S_MAX)
     finally:
         await watch.stop()
-    now_wall_s = time.time()
     listing: Listing[T] = Listing([], [])
     for key, entry in sorted(found.items()):
         if entry.value is None:
             continue
         try:
-            model, part = subjects.parse_key(key)
-            listing.rows.append(understand(model, part, entry.value, now_wall_s - entry.age_s))
+            listing.rows.append(understand(key, entry.value, entry.age_s))
         except RemoteError as error:
             listing.unreadable.append(Unreadable(name, key, str(error)))
     return listing

@@ -87,6 +87,7 @@ class Admin:
             "router_id": self._router.router_id,
             "models": models,
             "tenants": tenants,
+            "prefixes": self._router.keeper.state(),
             "unusable": [
                 {"model": model, "instance": instance_id, "problem": problem}
                 for (model, instance_id), problem in self._router.events.unusable.items()

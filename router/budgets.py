@@ -33,7 +33,9 @@ def budget_of(exchange: Exchange, tenant: Tenant, access: Access) -> Budget | Re
     if BUDGET_HEADERS.isdisjoint(exchange.head.fields) or not access.paths:
         return Budget(ttft_s, total_s)
     if not access.trusts(exchange):
-        return not_allowed("only a trusted tenant may send X-Multiplane-TTFT-Budget or -Total-")
+        return not_allowed(
+            "only a trusted tenant may send X-Multiplane-TTFT-Budget or X-Multiplane-Total-Budget"
+        )
     try:
         return Budget(
             _seconds(exchange.header(TTFT_HEADER), ttft_s),

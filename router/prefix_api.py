@@ -24,12 +24,12 @@ from controlplane.bus.protocol import BusError
 from controlplane.core.hashing import NO_EXTRAS, BlockHash, Extras
 from router import refusals
 from router.big_bodies import check_quick
-from router.directory import Directory, Resolved
+from router.directory import Directory, Resolved, ServedModel
 from router.http_exchange import JSON, Exchange, State
 from router.prefix_keeper import PrefixKeeper, engine_request
 from router.prefix_records import Full, Unknown, find, register, release
 from router.prefix_store import Busy
-from router.prompt import Inexact, Prompt
+from router.prompt import Inexact, Prompt, Reason
 from router.refusals import Refusal
 from router.tenant_gate import TenantGate
 from router.warming import Warmer
@@ -97,12 +97,14 @@ class PrefixApi:
         work: Coroutine[Any, Any, dict[str, Any] | Refusal]
         if method == b"POST" and not handle:
             work = self._register(exchange, gate)
-        elif method == b"GET":
+        elif method in (b"GET", b"HEAD"):
             work = self._show(gate.tenant.name, handle)
         elif method == b"DELETE" and handle:
             work = self._release(exchange, gate.tenant.name, handle)
         else:
-            refusals.answer(exchange, refusals.only_post(PATH.decode()))
+            path = exchange.path.decode("latin-1")
+            other = "DELETE" if handle else "POST"
+            refusals.answer(exchange, refusals.wrong_method(path, "GET", other))
             return
         spawn(self._answer(exchange, work))
 
@@ -261,10 +263,20 @@ class PrefixApi:
             asked = CompletionRequest(prompt=[*(body.tokens or ())], cache_salt=body.cache_salt)
             found = await reader.read_completion(asked, extras, tokens_max=served.max_model_len)
         if isinstance(found, Inexact):
-            return refusals.malformed(f"the prefix cannot be read: {found.reason} {found.detail}")
+            return _unread(found, served, "tokens" if body.messages is None else "messages")
         if not found.hashes:
             return refusals.malformed("the prefix is shorter than one block: nothing to share")
         return _Read(body, resolved, asked, found)
+
+
+def _unread(found: Inexact, served: ServedModel, param: str) -> Refusal:
+    """Return the answer to a prefix whose tokens are not known."""
+    longest = served.max_model_len
+    if found.reason is Reason.BUSY:
+        return refusals.reader_busy()
+    if found.reason is Reason.TOO_LONG and longest is not None and found.tokens_min > longest:
+        return refusals.too_long(found.tokens_min, longest, param, exact=False)
+    return refusals.unread_prefix(found.reason, found.detail)
 
 
 def _problem(body: _Body) -> str:

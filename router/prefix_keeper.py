@@ -354,6 +354,41 @@ class PrefixKeeper:
         self.counts["spread"] += count
         gate.settle(count * kept.work.request.prompt_tokens)
 
+    def state(self) -> dict[str, Any]:
+        """Return what there is to see, for people; nothing of a prompt."""
+        now_s = self._clock()
+        return {
+            "connected": self.store.connected,
+            "changes": dict(self.store.counts),
+            "looks": dict(self.counts),
+            "kept_bytes": self._bytes,
+            "tenants": {
+                tenant: [
+                    self._prefix_state(tenant, each)
+                    for each in self.registry.current(tenant, now_s).prefixes
+                ]
+                for tenant in self.registry.tenants
+            },
+        }
+
+    def _prefix_state(self, tenant: str, prefix: RegisteredPrefix) -> dict[str, Any]:
+        kept = self._kept.get(tenant, {}).get(prefix.id)
+        return {
+            "id": prefix.id,
+            "model": prefix.model,
+            "tokens": prefix.tokens,
+            "references": prefix.references,
+            "pin": prefix.pin,
+            "pinned": self.pinned(tenant, prefix.id),
+            "spread": prefix.spread,
+            "spread_from_here": kept is not None and kept.work is not None,
+            "idle_s": prefix.idle_s,
+            "ttl_s": prefix.ttl_s,
+            "uses": prefix.uses,
+            "uses_untold": self.registry.uses(tenant).get(prefix.id, 0),
+            "instances": self.instances(prefix),
+        }
+
     def samples(self) -> Iterator[Sample]:
         """Yield what metrics show."""
         kept = [each for mine in self._kept.values() for each in mine.values()]

@@ -81,7 +81,7 @@ class PrefixStore:
         pause_s: float = 0.005,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(done=0, conflict=0, retried=0, failed=0, unreadable=0)
         self.stale: set[str] = set()
         self._bus = bus
         self._registry = registry

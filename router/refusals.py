@@ -36,6 +36,7 @@ class Refusal(msgspec.Struct, frozen=True):
         code: a machine's word for it.
         param: the request's field that is at fault.
         retry_after_s: when to come back.
+        allowed: methods that the path knows, where that is what is wrong.
     """
 
     status: int
@@ -45,6 +46,7 @@ class Refusal(msgspec.Struct, frozen=True):
     code: str | None = None
     param: str | None = None
     retry_after_s: float | None = None
+    allowed: tuple[str, ...] = ()
 
 
 CRASHED: Final = Refusal(
@@ -70,7 +72,7 @@ def answer(exchange: Exchange, refusal: Refusal, form: Form = Form.OPENAI) -> No
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if refusal.status == 405:
-        headers.append((b"allow", b"POST, OPTIONS"))
+        headers.append((b"allow", ", ".join((*refusal.allowed, "OPTIONS")).encode()))
     exchange.respond(refusal.status, headers, _body(refusal, form))
 
 
@@ -116,9 +118,9 @@ def malformed(problem: str) -> Refusal:
     return Refusal(400, "malformed", f"the request body cannot be read: {problem}")
 
 
-def only_post(path: str) -> Refusal:
-    """Refuse a method that an endpoint does not know."""
-    return Refusal(405, "method", f"{path} takes POST")
+def wrong_method(path: str, *allowed: str) -> Refusal:
+    """Refuse a method that a path does not know; it knows those that are given."""
+    return Refusal(405, "method", f"{path} takes {' and '.join(allowed)}", allowed=allowed)
 
 
 def engine_only(path: str) -> Refusal:
@@ -252,9 +254,26 @@ def unknown_prefix(handle: str) -> Refusal:
     return Refusal(
         404,
         "unknown_prefix",
-        f"no prefix {handle[:64]!r} is registered, so there is nothing to release; it was released "
-        "as often as registered, or its time was over",
+        f"no prefix {handle[:64]!r} is registered, so there is nothing to release or to show; it "
+        "was released as often as registered, or its time was over",
         code="prefix_not_found",
+    )
+
+
+def unread_prefix(reason: str, detail: str) -> Refusal:
+    """Refuse a prefix whose tokens cannot be known here; says why, as metrics call it."""
+    return malformed(f"the prefix cannot be read here ({reason}){detail and ': '}{detail}")
+
+
+def reader_busy() -> Refusal:
+    """Refuse a prefix that there is no time to read now."""
+    return Refusal(
+        503,
+        "reader_busy",
+        "too many long texts are being read at this router; send the prefix again",
+        "service_unavailable",
+        code="reader_busy",
+        retry_after_s=RETRY_AFTER_S,
     )
 
 

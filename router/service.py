@@ -162,7 +162,7 @@ class Router:
             return starting(self.directory.learning)
         if endpoint.decode is not None:
             if exchange.method != b"POST":
-                return refusals.only_post(path.decode("latin-1"))
+                return refusals.wrong_method(path.decode("latin-1"), "POST")
         elif path in ENGINE_ONLY:
             return refusals.engine_only(path.decode("latin-1"))
         elif not is_inference(path) and not is_about_models(path):

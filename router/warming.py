@@ -10,6 +10,8 @@ import msgspec
 from controlplane.core.decision import RouteRequest
 from controlplane.core.dispatch import Ticket
 from controlplane.core.hashing import BlockHash
+from controlplane.core.plane import Plane
+from controlplane.core.scoring import BoolArray
 from router.directory import ServedModel
 from router.http_head import ResponseHead
 from router.upstream import UpstreamPool
@@ -53,13 +55,16 @@ class Warmer:
     def warm(self, work: Warming, instances: int) -> int:
         """Let so many more instances compute a prefix, those with the smallest batches first.
 
+        Only those that a decision would not rule out: it would send the request to another one.
+
         Returns:
             How many there were for it.
         """
         plane = work.served.plane
         held = set(self.holders(work.served, work.request.hashes[-1]))
-        free = [each for each in plane.fleet if each.record.instance_id not in held]
-        free = [each for each in free if plane.fleet.ready[each.row]]
+        able = _able(plane, work.request.lora)
+        free = [each for each in plane.fleet if able[each.row]]
+        free = [each for each in free if each.record.instance_id not in held]
         free.sort(key=lambda each: int(plane.ledger.batch[each.row]))
         for instance in free[:instances]:
             self._send(work, instance.record.instance_id)
@@ -78,6 +83,20 @@ class Warmer:
         )
         key = (work.served.model, decision.instance.record.instance_id)
         self._pool.send(key, head, work.body, _Sink(self, work, ticket))
+
+
+def _able(plane: Plane, lora: str | None) -> BoolArray:
+    """Return (rows,) the instances that would get a request; full ones only if all are."""
+    fleet = plane.fleet
+    able: BoolArray = fleet.ready & fleet.healthy & fleet.allowed
+    capable = fleet.capable(lora)
+    if capable is not None:
+        able = able & capable
+    cap = plane.config.batch_cap
+    if cap is not None:
+        below = able & (plane.ledger.batch[: len(fleet)] < cap)
+        able = below if below.any() else able
+    return able
 
 
 class _Sink:

@@ -1,4 +1,4 @@
-"""`multiplane instances`, `routers`, `blacklist list` and `policy list`: what is on the bus."""
+"""`multiplane instances`, `routers`, `prefixes`, and what stands: lists of what is on the bus."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from controlplane.operator_view import (
     described,
     instance_rows,
     read_instances,
+    read_prefixes,
     read_routers,
     read_standing,
     try_doubles,
@@ -31,6 +32,10 @@ _NO_INSTANCE = (
 _NO_ROUTER = (
     "no router says where it is: start `multiplane router` with the same --nats "
     "(it says so once an instance has registered)"
+)
+_PREFIX_COLUMNS = (
+    *("TENANT", "HANDLE", "MODEL", "TOKENS", "BLOCKS"),
+    *("REFERENCES", "IDLE", "ENDS", "OPTIONS"),
 )
 
 
@@ -118,6 +123,43 @@ def routers(json: Json = False, *, bus: BusPlace) -> None:
             unreadable=found.unreadable,
             json=json,
             empty=_NO_ROUTER,
+        )
+        return 0
+
+    run_operator(bus, work)
+
+
+@with_bus
+def prefixes(json: Json = False, *, bus: BusPlace) -> None:
+    """List the prefixes that callers have registered, of all tenants; nothing of their text.
+
+    Uses are told late, and not each: a prefix was idle for so long at most.
+
+    Example: `multiplane prefixes --json | jq '.rows[] | select(.tenant == "chat")'`
+    """
+
+    async def work(_: Operator, nats: Bus) -> int:
+        found = await read_prefixes(nats)
+        show(
+            _PREFIX_COLUMNS,
+            [
+                (
+                    row.tenant,
+                    row.id,
+                    row.model,
+                    str(row.tokens),
+                    str(row.blocks),
+                    str(row.references),
+                    f"{row.idle_s:.0f} s",
+                    f"in {row.ends_s:.0f} s",
+                    ", ".join(name for name in ("pin", "spread") if getattr(row, name)),
+                )
+                for row in found.rows
+            ],
+            data=found.rows,
+            unreadable=found.unreadable,
+            json=json,
+            empty="no prefix is registered: callers do that with POST /v1/prefixes",
         )
         return 0
 

@@ -40,10 +40,16 @@ Open = Callable[[Hashable], Openings | None]
 
 
 class DrainRate:
-    """How many requests leave the queue a second, of late."""
+    """How many requests leave the queue a second, of late, while any wait."""
 
     def __init__(self, dispatches: int = RATE_DISPATCHES) -> None:
         self._times: deque[float] = deque(maxlen=dispatches)
+
+    def resume(self, now_s: float) -> None:
+        """Begin to count again: since the latest dispatch nobody has waited."""
+        if self._times:
+            idle_s = max(now_s - self._times[-1], 0.0)
+            self._times = deque((then_s + idle_s for then_s in self._times), self._times.maxlen)
 
     def note(self, now_s: float) -> None:
         """Count a dispatch."""
@@ -175,6 +181,8 @@ class AdmissionQueue:
         waiting.number = self._numbers
         self._numbers += 1
         waiting.expect(service, config.patience_s)
+        if not self._waiting:
+            self.rate.resume(waiting.arrived_s)
         self._insert(waiting)
         return displaced
 

@@ -17,8 +17,18 @@ from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import layout
 from controlplane.bus.setup import ensure
 from schemas import subjects
-from schemas.bus import Blacklist, Drain, InstanceRecord, LoadReport, PolicyOverride, RouterLease
+from schemas.bus import (
+    Blacklist,
+    Drain,
+    InstanceRecord,
+    LoadReport,
+    PolicyOverride,
+    RegisteredPrefix,
+    RouterLease,
+    TenantPrefixes,
+)
 from schemas.codec import encode
+from schemas.ids import encode_token
 from tests.cli.commands import call
 
 pytestmark = pytest.mark.live
@@ -86,7 +96,7 @@ async def register(bus: NatsBus, *records: InstanceRecord) -> None:
 
 async def junk(bus: NatsBus) -> None:
     """Put nonsense into every bucket: no message, another message, a strange key, a wrong place."""
-    for bucket in (subjects.INSTANCES, subjects.ROUTERS, subjects.VERDICTS):
+    for bucket in (subjects.INSTANCES, subjects.ROUTERS, subjects.VERDICTS, subjects.PREFIXES):
         await put(bus, bucket, "m.bytes", b"\xc1\xff")
         await put(bus, bucket, "m.other", encode(LoadReport("i", 1, 0, 0.0, 0, 0)))
         await put(bus, bucket, "nodot", b"x")
@@ -95,7 +105,7 @@ async def junk(bus: NatsBus) -> None:
     await put(bus, subjects.INSTANCES, "m.misfiled", encode(record("somebody-else")))
 
 
-LISTS = (("instances",), ("routers",), ("blacklist", "list"), ("policy", "list"))
+LISTS = (("instances",), ("routers",), ("prefixes",), ("blacklist", "list"), ("policy", "list"))
 
 
 @pytest.mark.parametrize("command", LISTS)
@@ -114,6 +124,8 @@ def test_junk_on_the_bus_hides_nothing(
         await put(bus, subjects.VERDICTS, subjects.key(MODEL, "drain-engine-0"), encode(drained))
         policy = PolicyOverride("linear", 0, now_wall_s, 600.0, "ann")
         await put(bus, subjects.VERDICTS, subjects.key(MODEL, "policy"), encode(policy))
+        prefixes = TenantPrefixes("chat", 1, [RegisteredPrefix("pfx_1", MODEL, 70, 4, 1)])
+        await put(bus, subjects.PREFIXES, encode_token("chat"), encode(prefixes))
 
     on_bus(server, fill)
     status, out, err = run(*command)
@@ -126,6 +138,34 @@ def test_junk_on_the_bus_hides_nothing(
     assert status == 0
     assert len(answer["rows"]) == 1
     assert len(answer["unreadable"]) >= 5
+
+
+def test_registered_prefixes_are_listed_as_of_now(server: EmbeddedNats, run: Run) -> None:
+    """All tenants', with what is left of their time; a record under another's key is nonsense."""
+    one = RegisteredPrefix("pfx_1", MODEL, 70, 4, 1, pin=True, spread=True, idle_s=50.0, ttl_s=60.0)
+    two = RegisteredPrefix("pfx_2", MODEL, 16, 1, 2, references=3, idle_s=100.0, ttl_s=60.0)
+
+    async def fill(bus: NatsBus) -> None:
+        for tenant, prefixes in (("b", [two]), ("a", [one]), ("empty", [])):
+            record = TenantPrefixes(tenant, 1, prefixes)
+            await put(bus, subjects.PREFIXES, encode_token(tenant), encode(record))
+        await put(bus, subjects.PREFIXES, "c", encode(TenantPrefixes("a", 9, [one])))
+
+    on_bus(server, lambda bus: asyncio.sleep(0))
+    assert "no prefix is registered" in run("prefixes")[2]
+    on_bus(server, fill)
+    status, out, err = run("prefixes")
+    assert status == 0
+    assert "unreadable entry c in mp_prefixes: it speaks of tenant 'a'" in err
+    header, first, second = (line.split() for line in out.splitlines())
+    assert header[:3] == ["TENANT", "HANDLE", "MODEL"]
+    assert first[:6] == ["a", "pfx_1", MODEL, "70", "4", "1"]
+    assert first[-2:] == ["pin,", "spread"]
+    assert second[:6] == ["b", "pfx_2", MODEL, "16", "1", "3"]
+    rows = json.loads(run("prefixes", "--json")[1])["rows"]
+    assert 50.0 <= rows[0]["idle_s"] < 60.0
+    assert rows[0]["ends_s"] == pytest.approx(60.0 - rows[0]["idle_s"])
+    assert rows[1]["ends_s"] == 0.0
 
 
 def test_statements_are_made_and_lifted_beside_junk(server: EmbeddedNats, run: Run) -> None:

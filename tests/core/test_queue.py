@@ -182,6 +182,19 @@ def test_retry_after_is_when_what_waits_will_have_been_served() -> None:
     assert queue.retry_after_s(1.9) == RETRY_S_MIN
 
 
+def test_time_in_which_nobody_waits_does_not_slow_the_rate() -> None:
+    """An hour after a rush at 10 dispatches a second, 40 requests are told 4 s again."""
+    queue = AdmissionQueue(QueueConfig("fcfs"))
+    for number in range(20):
+        add(queue, str(number))
+    for number in range(20):
+        queue.take(everybody, number / 10)
+    for number in range(40):
+        queue.add(Waiting(str(number), 3600.0), UNKNOWN)
+    assert queue.retry_after_s(3600.0) == pytest.approx(4.0, rel=0.1)
+    assert queue.retry_after_s(3610.0) > 20.0, "since they wait nothing went on"
+
+
 def test_a_rate_needs_two_dispatches() -> None:
     """One says nothing of a rate."""
     rate = DrainRate()

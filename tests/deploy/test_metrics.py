@@ -183,6 +183,7 @@ async def test_alarms_say_what_to_do() -> None:
         *("NoInstance", "NoRouter", "NoDetector", "BusLost", "BreakerOpen", "RequestsFail"),
         *("BlocksStale", "BlocksNeverExact", "ResyncStorm", "HitsBroken", "EngineHangs"),
         *("QueueGivesUp", "QueueLong", "NoPredictor", "PredictionsOff"),
+        *("PrefixChangesFail", "PrefixesUnreadable", "PrefixesNotKept"),
         *("Hotspot", "HotspotNotCured", "RoundRobin", "ScoresUneven", "RouterSlow"),
     ):
         assert f"Multiplane{wanted}" in alarms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from controlplane.http_client import HttpError
 from router.prefix_keeper import PrefixKeeper
+from router.tokens import ReadLimits
 from schemas.bus import Finished
 from tests.router.service_rig import MODEL, ServiceRig, until
 
@@ -88,6 +90,26 @@ async def test_a_prefix_is_warmed_on_as_many_instances_as_asked_for() -> None:
         assert not rig.served.plane.requests.tickets
 
 
+@pytest.mark.parametrize("fault", ["blacklisted", "broken", "full"])
+async def test_nobody_is_warmed_who_would_not_get_a_request(fault: str) -> None:
+    """Nor does another one compute the prefix in its place, once more; its tenant pays for one."""
+    async with ServiceRig(batch_cap=1) as rig:
+        for name in "ab":
+            await rig.instance(name)
+        fleet, instance = rig.served.plane.fleet, rig.known("a")
+        if fault == "blacklisted":
+            instance.blacklisted_until_s = float("inf")
+        elif fault == "broken":
+            instance.breaker_open = True
+        else:
+            rig.served.plane.ledger.batch[instance.row] += 1
+        fleet.refresh(instance, time.monotonic())
+        await register(rig, warm=2)
+        await until(lambda: rig.of_kind(Finished))
+        await until(lambda: not rig.served.plane.requests.tickets)
+        assert (rig.engines["a"].requests, rig.engines["b"].requests) == (0, 1)
+
+
 async def test_a_hot_prefix_is_spread_to_one_more_instance() -> None:
     """Uses are counted in prompts that begin with it; a cool one stays where it is."""
     async with ServiceRig() as rig:
@@ -121,6 +143,9 @@ async def test_a_hot_prefix_is_spread_to_one_more_instance() -> None:
         ({"model": MODEL, "messages": SYSTEM, "ttl_s": 59}, "from 60 to 2592000"),
         ({"model": "nobody", "messages": SYSTEM}, "does not exist"),
         ({"model": MODEL, "tokens": "x"}, "cannot be read"),
+        ({"model": MODEL, "tokens": [-1] * 64}, r"\(invalid\): a token id out of range"),
+        ({"model": MODEL, "messages": []}, r"\(invalid\): messages is empty"),
+        ({"model": MODEL, "tokens": [1] * 200_000}, "at least 200000 tokens, but the model's"),
     ],
 )
 async def test_mistakes_are_explained(body: dict[str, Any], said: str) -> None:
@@ -170,15 +195,48 @@ async def test_what_is_warmed_is_charged_to_its_tenant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("PUT", "/v1/prefixes", 405), ("GET", "/v1/prefixesX", 503), ("PUT", "/v1/prefixes/x", 405)],
+    ("method", "path", "status", "said"),
+    [
+        ("PUT", "/v1/prefixes", 405, "/v1/prefixes takes GET and POST"),
+        ("DELETE", "/v1/prefixes", 405, "/v1/prefixes takes GET and POST"),
+        ("POST", "/v1/prefixes/x", 405, "/v1/prefixes/x takes GET and DELETE"),
+        ("GET", "/v1/prefixesX", 503, "no instance"),
+    ],
 )
-async def test_only_its_own_paths_are_answered(method: str, path: str, status: int) -> None:
+async def test_only_its_own_paths_are_answered(
+    method: str, path: str, status: int, said: str
+) -> None:
     """What only looks like one goes where all unknown paths go: here there is no instance."""
     async with ServiceRig() as rig:
-        with pytest.raises(HttpError) as caught:
+        with pytest.raises(HttpError, match=said) as caught:
             await rig.http._ask(method, rig.url + path, None)
         assert caught.value.status == status
+
+
+async def test_a_wrong_method_is_told_the_right_ones() -> None:
+    """In the header, too; HEAD is answered like GET."""
+    async with ServiceRig() as rig:
+        session = rig.http._session
+        assert session is not None
+        async with session.put(f"{rig.url}/v1/prefixes/x") as answer:
+            assert answer.headers["allow"] == "GET, DELETE, OPTIONS"
+        async with session.get(f"{rig.url}/v1/completions") as answer:
+            assert answer.headers["allow"] == "POST, OPTIONS"
+        async with session.head(f"{rig.url}/v1/prefixes") as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
+
+
+async def test_who_finds_the_reader_busy_is_told_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is wrong with such a prefix, so that it is no 400."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        limits = ReadLimits(chars_now_max=0, chars_library_now_max=0, long_texts_max=0)
+        monkeypatch.setattr(rig.served.reader, "_limits", limits)
+        with pytest.raises(HttpError, match="send the prefix again") as caught:
+            await register(rig)
+        assert caught.value.status == 503
 
 
 async def test_tokens_can_be_registered_as_they_are() -> None:

@@ -73,7 +73,7 @@ async def test_a_change_whose_answer_is_lost_counts_once() -> None:
     await stores.answer("done")
     record = await change
     assert record.prefixes[0].references == stores.stored().prefixes[0].references == 2
-    assert stores.slow.counts == {"retried": 1, "done": 1}
+    assert +stores.slow.counts == {"retried": 1, "done": 1}
 
 
 async def test_attempts_are_bounded() -> None:
@@ -87,7 +87,7 @@ async def test_attempts_are_bounded() -> None:
         await stores.answer("done")
     with pytest.raises(BusError, match="others change it all the time"):
         await change
-    assert stores.slow.counts == {"conflict": ATTEMPTS_MAX, "failed": 1}
+    assert +stores.slow.counts == {"conflict": ATTEMPTS_MAX, "failed": 1}
     assert stores.stored().prefixes == []
 
 
@@ -97,7 +97,7 @@ async def test_a_change_takes_its_time_at_the_most(monkeypatch: pytest.MonkeyPat
     stores = await Stores().start()
     with pytest.raises(BusError, match=r"within 0\.01 s"):
         await stores.slow.change("a", "mine", once_more)
-    assert stores.slow.counts == {"failed": 1}
+    assert +stores.slow.counts == {"failed": 1}
 
 
 async def test_callers_of_a_tenant_take_turns_and_are_bounded() -> None:
