@@ -87,3 +87,13 @@ def test_an_instance_that_holds_nothing_has_room_but_no_bit() -> None:
     assert Room(made.fleet, made.ledger, 1)(None) == Openings(0)
     made.ledger.book("r", "a", 10, 10, 0.0)
     assert Room(made.fleet, made.ledger, 1)(None) is None
+
+
+def test_where_every_filter_leaves_nobody_all_are_asked() -> None:
+    """Filters are kind here, too: a broken fleet is not one that is full."""
+    made = plane("a", "b")
+    for instance in made.fleet:
+        instance.breaker_open, instance.blacklisted_until_s = True, 100.0
+        made.handle(record(instance.record.instance_id, state="draining"), 1.0)
+        made.fleet.refresh(instance, 1.0)
+    assert Room(made.fleet, made.ledger, 1)(None) == Openings(0)

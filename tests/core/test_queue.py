@@ -328,8 +328,8 @@ def test_nobody_is_held_where_a_place_is_far_or_a_deadline_near() -> None:
     either = add(queue, "either", tokens=900, hits=somewhere(800, A | C))
     assert queue.take(full_but(B, place_s=0.9), 0.0) is None, "one of two has a place sooner"
     assert queue.take(full_but(A), 0.0) is either
-    for order in ("fcfs", "edf"):
-        strict = AdmissionQueue(QueueConfig(order))
+    for order, k in (("fcfs", 2), ("edf", 2), ("klpm", 1), ("edf+klpm", 1)):
+        strict = AdmissionQueue(QueueConfig(order, k))  # type: ignore[arg-type]
         first = add(strict, "first", tokens=900, hits=somewhere(800, A))
         assert strict.take(full_but(B), 0.0) is first, "these orders pick nobody by hits"
 
@@ -353,6 +353,22 @@ def test_a_tenant_that_is_held_does_not_hold_up_the_others() -> None:
     assert [one and one.payload for one in taken] == ["cold", "cold"]
     assert {one.tenant for one in taken if one} == {"a", "b"}, "9,000 tokens are a turn's worth"
     assert queue.take(full_but(A), 1.0) in first
+
+
+def test_where_everybody_is_held_nobody_goes() -> None:
+    """However many masks, turns or rounds it takes to find that out; what they are owed stays."""
+    alone = AdmissionQueue(QueueConfig("klpm"))
+    first = add(alone, "first")
+    add(alone, "held", tokens=900, hits=((800, A), (10, A | B), (5, A | B | C)))
+    assert alone.take(everybody, 0.0) is first
+    assert alone.take(full_but(B | C), 0.0) is None
+    queue = AdmissionQueue(QueueConfig("klpm", quantum_tokens=1000))
+    both = {add(queue, "x", tenant=t, tokens=30_000, hits=somewhere(800, A)) for t in "ab"}
+    assert queue.take(full_but(B), 0.0) is None
+    assert (queue.counts(), queue.held) == ({"a": 1, "b": 1}, 2)
+    assert {queue.take(full_but(A), 0.1) for _ in range(2)} == both
+    queue.refresh([(both.pop(), UNKNOWN, ())])
+    queue.check()
 
 
 def test_those_ahead_for_the_same_place_count() -> None:
