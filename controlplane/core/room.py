@@ -59,7 +59,10 @@ class Room:
         if cap is None or not count or not self._fleet.leaves_anybody(lora):
             return ANYWHERE
         below: BoolArray = self._ledger.batch[:count] < cap
-        if not below.any():
+        free = int(np.count_nonzero(below))
+        if free == count:
+            return ANYWHERE
+        if not free:
             return None
         eligible = self._eligible(lora)
         if eligible is None:
@@ -81,11 +84,12 @@ class Room:
         capable = fleet.capable(lora)
         if capable is not None:
             filters.append(("model", capable))
-        filters += [
-            ("health", fleet.healthy),
-            ("draining", fleet.ready),
-            ("blacklist", fleet.allowed),
-        ]
+        if fleet.bars_anybody:
+            filters += [
+                ("health", fleet.healthy),
+                ("draining", fleet.ready),
+                ("blacklist", fleet.allowed),
+            ]
         return without_those_that_leave_nobody(filters)[0]
 
     def load(self) -> FleetLoad:
