@@ -4,7 +4,8 @@
 
 Ours is the full router: policy `multiplicative`, KV index filled, prompts tokenized and hashed,
 metrics and route events on, a real NATS server beside it. The data plane alone, which decides
-nothing, is measured as well, to tell what the rest costs.
+nothing, is measured as well, to tell what the rest costs, and so is the least that Python can do,
+to tell what the language costs (`bench.proxy_floor`).
 
 For each target: CPU time per request and per streamed chunk, latency added to a direct call, how
 many requests a second this machine got through it, and memory with 2,000 idle connections and with
