@@ -23,6 +23,9 @@ from schemas.records import TreeSet
 DEPTH_MAX = 4
 """Sixteen leaves: a mask is 16 bits, and the lowest bit comes out of a table."""
 
+VALUE_MAX = 1e9
+"""Largest leaf, base or factor: seconds and their logarithms are smaller, and sums stay finite."""
+
 _LEAVES = 1 << DEPTH_MAX
 _FIRST_BIT: NDArray[np.int32] = np.array(
     [0] + [(word & -word).bit_length() - 1 for word in range(1, 1 << _LEAVES)], np.int32
@@ -48,13 +51,14 @@ class Forest:
         features: how many there are.
 
     Raises:
-        ValueError: the trees are too deep, or their arrays do not fit together.
+        ValueError: the trees are too deep, their arrays do not fit together, or they hold what is
+            no time.
     """
 
     def __init__(self, sets: list[TreeSet], features: int) -> None:
         self._features = features
-        self._bases = np.array([each.base for each in sets], np.float32)
         chosen, thresholds, leaves, owners = _joined(sets, features)
+        self._bases = np.array([each.base for each in sets], np.float32)
         trees, inner = chosen.shape
         depth = (inner + 1).bit_length() - 1
         self._starts = np.searchsorted(owners, np.arange(len(sets)))
@@ -108,14 +112,17 @@ def _joined(
     chosen = np.concatenate([np.frombuffer(each.features, "<i2") for each in sets])
     thresholds = np.concatenate([np.frombuffer(each.thresholds, "<f4") for each in sets])
     leaves = np.concatenate([np.frombuffer(each.leaves, "<f4") for each in sets])
-    owners = np.repeat(np.arange(len(sets)), [each.trees for each in sets])
-    trees = len(owners)
+    trees = sum(each.trees for each in sets)
     if not len(chosen) == len(thresholds) == trees * inner or len(leaves) != trees * (inner + 1):
         raise ValueError(f"{trees} trees do not fit their {len(chosen)} nodes")
+    owners = np.repeat(np.arange(len(sets)), [each.trees for each in sets])
     if len(chosen) and not -1 <= chosen.min() <= chosen.max() < features:
         raise ValueError(f"a node looks at a feature beyond {features}")
     if not (np.isfinite(thresholds).all() and np.isfinite(leaves).all()):
         raise ValueError("a threshold or a leaf is no finite number")
+    bases = [each.base for each in sets]
+    if not ((np.abs(leaves) <= VALUE_MAX).all() and all(abs(base) <= VALUE_MAX for base in bases)):
+        raise ValueError("a leaf or a base is beyond any time")
     return (
         chosen.reshape(trees, inner),
         thresholds.reshape(trees, inner),

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.core.forest import Forest
+from controlplane.core.forest import VALUE_MAX, Forest
 from controlplane.core.hashing import ROOT, hash_block, pack_tokens
 from controlplane.core.queue_lines import Service
 from schemas.records import LatencyModel
@@ -233,6 +233,8 @@ class Learnt:
     def __init__(self, model: LatencyModel) -> None:
         if tuple(model.features) != FEATURES:
             raise ValueError(f"the model looks at {model.features}, which are not ours")
+        if not all(0.0 <= margin <= VALUE_MAX for margin in model.margins):
+            raise ValueError(f"a margin is no factor: {model.margins}")
         sets = [model.ttft, model.ttft_p99, model.total, model.total_p99]
         self.model = model
         self._forest = Forest(sets, len(FEATURES))

@@ -66,7 +66,12 @@ def test_rows_reach_the_leaves_that_going_down_the_trees_reaches(
         ({"depth": 5}, "one depth"),
         ({"trees": 2}, "do not fit"),
         ({"features": np.array([9], "<i2").tobytes()}, "feature beyond"),
-        ({"leaves": np.array([np.nan, 1], "<f4").tobytes()}, "finite"),
+        ({"leaves": np.array([np.nan, 1], "<f4").tobytes()}, "no finite number"),
+        ({"leaves": np.array([3e38, 1], "<f4").tobytes()}, "beyond any time"),
+        ({"base": float("nan")}, "beyond any time"),
+        ({"base": float("-inf")}, "beyond any time"),
+        ({"base": 1e300}, "beyond any time"),
+        ({"trees": 2**60}, "do not fit"),
     ],
 )
 def test_trees_that_make_no_sense_are_refused(fields: dict[str, Any], complaint: str) -> None:

@@ -113,6 +113,15 @@ def test_a_model_of_other_features_is_refused() -> None:
         Estimator().use(model(features=["prompt_tokens"]))
 
 
+@pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e300])
+def test_a_model_that_would_predict_no_time_is_refused(margin: float) -> None:
+    """A queue that is ordered by what is no number would lose who waits in it."""
+    estimator = Estimator()
+    with pytest.raises(ValueError, match="margin"):
+        estimator.use(model(margins=(1.0, margin)))
+    assert estimator.source == "none"
+
+
 def test_calibration_counts_what_stayed_within_the_p99() -> None:
     """Over the latest requests only, with the mean's absolute error."""
     calibration = Calibration(window=4)
