@@ -377,6 +377,25 @@ async def test_the_registered_are_shown_as_metrics() -> None:
             assert line in page
 
 
+async def test_operators_see_what_a_router_knows_and_keeps() -> None:
+    """In /debug/state: of each tenant, with what was not told yet, and nothing of the text."""
+    async with two() as (one, other):
+        found = await register(one, pin=True, spread=True)
+        await until(lambda: keeper(other).registry.knows("default"))
+        await talk(other)
+        await until(lambda: keeper(other).pinned("default", found["id"]))
+        for rig, uses in ((one, 0), (other, 1)):
+            state = (await rig.http.get(f"{rig.admin}/debug/state"))["prefixes"]
+            (shown,) = state["tenants"]["default"]
+            assert shown["id"] == found["id"]
+            assert (shown["references"], shown["uses_untold"]) == (1, uses)
+            assert shown["pinned"]
+            assert shown["spread_from_here"]
+            assert state["connected"]
+            assert state["kept_bytes"] > 0
+            assert "manual" not in str(state)
+
+
 async def test_a_prefix_of_token_ids_is_met_in_prompts_of_token_ids() -> None:
     """Nothing of it can be pinned, but any router that has seen it can spread it."""
     async with two() as (one, other):
