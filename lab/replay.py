@@ -385,6 +385,7 @@ class Replay:
             preemptions=sum(each.preemptions for each in self.instances),
             steps=sum(each.steps for each in self.instances),
             span_s=self._trace.duration_s,
+            lasted_s=float(self._end_s[ended].max(initial=0.0)),
             cpu_s=cpu_s,
             counts=dict(counts),
         )

@@ -65,7 +65,7 @@ def measure(result: Result, warm_up_s: float = 0.0) -> Metrics:
     in_time = result.ttft_s <= result.budget_s
     queued = bool(result.queue or result.wait_s.any())
     budgeted = bool(np.isfinite(result.budget_s).any())
-    end_s = float(result.end_s.max(initial=0.0))
+    end_s = result.lasted_s
     busy_s = max(end_s, result.span_s)
     return Metrics(
         policy=result.policy,

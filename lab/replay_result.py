@@ -38,6 +38,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: requests sent back to a queue.
         steps: engine steps, all instances.
         span_s: from the first arrival to the last one.
+        lasted_s: to the last end of anybody's.
         counts: what the plane and the detector counted.
     """
 
@@ -67,6 +68,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     steps: int
     span_s: float
+    lasted_s: float
     cpu_s: float
     counts: dict[str, int]
 

@@ -214,6 +214,8 @@ def test_one_tenants_flood_leaves_anothers_p99_within_its_budget(seed: int) -> N
     chat, flood = (measure(result.of_tenant(place)) for place in (0, 1))
     assert (chat.policy, flood.policy) == ("multiplicative · chat", "multiplicative · flood")
     assert chat.requests + flood.requests == len(result.at_s)
+    assert chat.busy == flood.busy <= 1.0, "the instances are everybody's"
+    assert chat.served_rps + flood.served_rps == pytest.approx(measure(result).served_rps)
     assert (chat.shed_rate, result.unfinished) == (0.0, 0)
     assert chat.ttft_s[3] < 3.0
     assert flood.ttft_s[0] > 6.0
