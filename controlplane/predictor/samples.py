@@ -10,6 +10,8 @@ from controlplane.core.latency import Circumstances, Recent
 from schemas.bus import Finished, LoadReport, RouteBatch, Routed
 
 GOOD_STATUS_MAX = 399
+SERVICE_S_MAX = 86_400.0
+"""No request takes a day: who says so errs, and would spoil the means of all others."""
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
@@ -41,7 +43,7 @@ class Joiner:
         names_max: routers and instances whose latest state is kept.
 
     Attributes:
-        counts: joined, failed, unmatched, forgotten.
+        counts: joined, failed, unmatched, absurd, forgotten.
     """
 
     def __init__(self, open_max: int = 50_000, names_max: int = 8192) -> None:
@@ -104,6 +106,9 @@ class Joiner:
             return None
         if event.outcome != "ok" or not 0 < event.status <= GOOD_STATUS_MAX:
             self.counts["failed"] += 1
+            return None
+        if max(event.duration_s, event.ttft_s or 0.0) > SERVICE_S_MAX:
+            self.counts["absurd"] += 1
             return None
         self.counts["joined"] += 1
         ttft_s = event.ttft_s

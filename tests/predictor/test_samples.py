@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from controlplane.predictor.samples import Joiner
@@ -54,6 +55,17 @@ def test_failures_teach_nothing_and_retries_no_first_byte() -> None:
     (sample,) = joiner.batch(RouteBatch("r", 1, 0, 0.0, events))
     assert sample.ttft_s is None
     assert dict(joiner.counts) == {"failed": 3, "joined": 1, "unmatched": 1}
+
+
+@pytest.mark.parametrize("fields", [{"duration_s": 1e15}, {"ttft_s": 1e15}])
+def test_times_that_no_request_takes_teach_nothing(fields: dict[str, float]) -> None:
+    """One of them in a thousand would spoil the mean of all others."""
+    joiner = Joiner()
+    absurd = msgspec.structs.replace(finished("a"), **fields)
+    events = [routed("a"), absurd, routed("b"), finished("b")]
+    (sample,) = joiner.batch(RouteBatch("r", 1, 0, 0.0, events))
+    assert sample.known.recent_total_s == 0.0
+    assert dict(joiner.counts) == {"absurd": 1, "joined": 1}
 
 
 def test_what_never_ends_is_forgotten_at_the_bound() -> None:
