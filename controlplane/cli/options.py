@@ -18,7 +18,7 @@ from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
 from controlplane.cli.files import check_certificates, read_password
 from controlplane.core.policies import POLICIES
-from controlplane.core.queue_lines import Order, QueueConfig
+from controlplane.core.queue_lines import ORDERS, Order, QueueConfig
 from controlplane.ports import PortTakenError, check_free
 from controlplane.running import running_planes
 
@@ -276,11 +276,36 @@ def set_up_logs(level: str) -> None:
 def queue_config(order: Order | None, batch_cap: int | None, **settings: Any) -> QueueConfig | None:
     """Return how requests wait; None if they do not.
 
+    Args:
+        order: of `--queue`.
+        batch_cap: of `--batch-cap`.
+        settings: of the flags in `_QUEUE_FLAGS`, their defaults those of `QueueConfig`.
+
     Raises:
-        UsageError: there is no cap to wait for.
+        UsageError: there is no cap to wait for, or a flag would do nothing.
     """
+    usual = QueueConfig()
+    for name, value in settings.items():
+        flag, orders = _QUEUE_FLAGS[name]
+        if value == getattr(usual, name):
+            continue
+        if order is None:
+            raise UsageError(f"{flag} needs --queue: without it nobody waits")
+        if order not in orders:
+            raise UsageError(f"{flag} is of {' and '.join(orders)}, not of --queue {order}")
     if order is None:
         return None
     if not batch_cap:
         raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
     return QueueConfig(order, **settings)
+
+
+_BY_HITS = ("klpm", "edf+klpm")
+_QUEUE_FLAGS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "k": ("--queue-k", _BY_HITS),
+    "band_s": ("--queue-band-s", ("edf+klpm",)),
+    "hold_s_max": ("--queue-hold-s", _BY_HITS),
+    "requests_max": ("--queue-requests-max", ORDERS),
+    "wait_s_max": ("--queue-wait-s-max", ORDERS),
+}
+"""Flags by the setting of `QueueConfig`, and the orders that heed them."""

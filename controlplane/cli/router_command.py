@@ -251,7 +251,7 @@ def router(
 
     Example: `multiplane router --nats nats://nats:4222 --port 8000`
     """
-    from controlplane.core.coalesce import CoalesceConfig
+    from controlplane.core.coalesce import TOKENS_MIN, CoalesceConfig
     from controlplane.core.plane import PlaneConfig
     from controlplane.core.policies import make_policy
     from router.config import RouterConfig
@@ -280,6 +280,8 @@ def router(
         requests_max=queue_requests_max,
         wait_s_max=queue_wait_s_max,
     )
+    if coalesce_tokens != TOKENS_MIN and not coalesce:
+        raise UsageError("--coalesce-tokens needs --coalesce")
     config = RouterConfig(
         bus_url=bus.url,
         bus_options=bus.options,

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from controlplane.predictor.samples import Joiner
-from schemas.bus import Finished, LoadReport, RouteBatch, Routed
+from schemas.bus import Finished, LoadReport, RouteBatch, Routed, RouteEvent
 from tests.predictor.samples import batches
 
 
@@ -62,7 +62,7 @@ def test_times_that_no_request_takes_teach_nothing(fields: dict[str, float]) -> 
     """One of them in a thousand would spoil the mean of all others."""
     joiner = Joiner()
     absurd = msgspec.structs.replace(finished("a"), **fields)
-    events = [routed("a"), absurd, routed("b"), finished("b")]
+    events: list[RouteEvent] = [routed("a"), absurd, routed("b"), finished("b")]
     (sample,) = joiner.batch(RouteBatch("r", 1, 0, 0.0, events))
     assert sample.known.recent_total_s == 0.0
     assert dict(joiner.counts) == {"absurd": 1, "joined": 1}
