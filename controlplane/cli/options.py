@@ -17,6 +17,7 @@ from controlplane.bus import Bus, NatsOptions, connect
 from controlplane.bus.protocol import BusError
 from controlplane.cli.errors import UsageError
 from controlplane.cli.files import check_certificates, read_password
+from controlplane.core.coalesce import TOKENS_MIN, CoalesceConfig
 from controlplane.core.policies import POLICIES
 from controlplane.core.queue_lines import ORDERS, Order, QueueConfig
 from controlplane.ports import PortTakenError, check_free
@@ -298,6 +299,23 @@ def queue_config(order: Order | None, batch_cap: int | None, **settings: Any) ->
     if not batch_cap:
         raise UsageError("--queue needs a --batch-cap: without one, every instance has room")
     return QueueConfig(order, **settings)
+
+
+def coalesce_config(coalesce: bool, tokens_min: int) -> CoalesceConfig | None:
+    """Return how requests follow each other; None if they do not.
+
+    Args:
+        coalesce: of `--coalesce`.
+        tokens_min: of `--coalesce-tokens`, by default `TOKENS_MIN`.
+
+    Raises:
+        UsageError: the second flag would do nothing.
+    """
+    if coalesce:
+        return CoalesceConfig(tokens_min)
+    if tokens_min != TOKENS_MIN:
+        raise UsageError("--coalesce-tokens needs --coalesce")
+    return None
 
 
 _BY_HITS = ("klpm", "edf+klpm")

@@ -16,6 +16,7 @@ from controlplane.cli.options import (
     BusPlace,
     LogLevel,
     PolicyName,
+    coalesce_config,
     queue_config,
     require_port,
     set_up_logs,
@@ -251,7 +252,6 @@ def router(
 
     Example: `multiplane router --nats nats://nats:4222 --port 8000`
     """
-    from controlplane.core.coalesce import TOKENS_MIN, CoalesceConfig
     from controlplane.core.plane import PlaneConfig
     from controlplane.core.policies import make_policy
     from router.config import RouterConfig
@@ -280,8 +280,6 @@ def router(
         requests_max=queue_requests_max,
         wait_s_max=queue_wait_s_max,
     )
-    if coalesce_tokens != TOKENS_MIN and not coalesce:
-        raise UsageError("--coalesce-tokens needs --coalesce")
     config = RouterConfig(
         bus_url=bus.url,
         bus_options=bus.options,
@@ -295,7 +293,7 @@ def router(
         forget_model_s=forget_model_s,
         server=ServerLimits(body_bytes_max=body_mib_max * MIB),
         queue=queueing,
-        coalesce=CoalesceConfig(coalesce_tokens) if coalesce else None,
+        coalesce=coalesce_config(coalesce, coalesce_tokens),
         stop_grace_s=stop_grace_s,
         access_log=access_log,
         otlp_endpoint=otlp_endpoint,
