@@ -14,7 +14,13 @@ from collections.abc import Callable, Hashable, Iterable
 
 import msgspec
 
-from controlplane.core.coalesce import CoalesceConfig, Coalescer, Follower, Leader
+from controlplane.core.coalesce import (
+    FOLLOW_LOOK_S,
+    CoalesceConfig,
+    Coalescer,
+    Follower,
+    Leader,
+)
 from controlplane.core.decision import Decision, RouteRequest
 from controlplane.core.latency import Estimator
 from controlplane.core.outlook import LOOK_S, Outlook
@@ -26,9 +32,6 @@ from lab.engine_types import Request
 from lab.replay_agenda import Agenda
 from lab.replay_tenants import TenantShare
 from schemas.bus import LatencyModel
-
-FOLLOW_LOOK_S = 0.01
-"""How often followers are looked after, as in routers."""
 
 
 class Guest:

@@ -30,9 +30,9 @@ class TenantShare(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         """Refuse what makes no sense. Raises ValueError, which names the tenant and the number."""
         for field in ("share", "weight"):
-            if not getattr(self, field) > 0:
+            if not 1e-6 <= getattr(self, field) <= 1e15:
                 raise ValueError(
-                    f"tenant {self.name}: {field} must be positive: {getattr(self, field)}"
+                    f"tenant {self.name}: {field} must be from 1e-6 to 1e15: {getattr(self, field)}"
                 )
         if not self.budget >= 0:
             raise ValueError(f"tenant {self.name}: budget must not be negative: {self.budget}")

@@ -33,7 +33,8 @@ DEFAULT: Final = "default"
 TENANTS_MAX: Final = 1024
 """Tenants are metric labels, and label sets are bounded."""
 
-_Above = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+_Above = Annotated[float, msgspec.Meta(ge=1e-6, le=1e15)]
+"""Above 0, and so far that what is divided by it stays finite."""
 Degrade = Literal["reject", "best_effort", "shorten", "other_model"]
 _Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]
 

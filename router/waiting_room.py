@@ -22,9 +22,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from controlplane.core.coalesce import CoalesceConfig, Coalescer, Follower, Leader
+from controlplane.core.coalesce import FOLLOW_LOOK_S, CoalesceConfig, Coalescer, Follower, Leader
 from controlplane.core.decision import RouteRequest
 from controlplane.core.latency import Calibration, Estimator
 from controlplane.core.outlook import LOOK_S, Outlook
@@ -40,9 +40,6 @@ from router.refusals import Refusal
 from router.tenants import Tenant
 
 logger = logging.getLogger(__name__)
-
-FOLLOW_LOOK_S: Final = 0.01
-"""How often followers are looked after: an engine's block events come every few milliseconds."""
 
 
 class Guest(Protocol):

@@ -29,6 +29,8 @@ from controlplane.core.index import usable_blocks
 from controlplane.core.promises import Promises
 
 TOKENS_MIN = 1024
+FOLLOW_LOOK_S = 0.01
+"""How often followers are looked after: an engine's block events come every few milliseconds."""
 
 _BLOCKS_MAX = 10_000_000  # in leaders' chains, which their requests hold anyway
 

@@ -314,7 +314,9 @@ def test_tenants_are_read_from_a_few_words() -> None:
         (":share=1", "has no name"),
         ("a:size=1", "no 'size'"),
         ("a:share=x", "tenant 'a:share=x'"),
-        ("a:share=0", "share must be positive"),
+        ("a:share=0", "share must be from 1e-6"),
+        ("a:weight=inf", "weight must be from 1e-6"),
+        ("a:weight=1e-320", "weight must be from 1e-6"),
         ("a:budget=-1", "budget must not be negative"),
     ],
 )
