@@ -238,6 +238,7 @@ class RouterProcess:
         now_s = time.monotonic()
         yield from plane_samples(self._directory, self.router.instances, now_s)
         yield from tenant_samples(self._access, now_s)
+        yield from self.router.prefixes.samples()
         yield from self.router.keeper.samples()
         if self.router.rooms is not None:
             yield from self.router.rooms.samples()

@@ -15,7 +15,8 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +27,7 @@ from router import refusals
 from router.big_bodies import check_quick
 from router.directory import Directory, Resolved, ServedModel
 from router.http_exchange import JSON, Exchange, State
+from router.metrics import Sample
 from router.prefix_keeper import PrefixKeeper, engine_request
 from router.prefix_records import Full, Unknown, find, register, release
 from router.prefix_store import Busy
@@ -79,9 +81,14 @@ def is_about_prefixes(path: bytes) -> bool:
 
 
 class PrefixApi:
-    """Answers `/v1/prefixes`."""
+    """Answers `/v1/prefixes`.
+
+    Attributes:
+        counts: answers, `ok` or the reason of a refusal; those too whose clients had left.
+    """
 
     def __init__(self, directory: Directory, warmer: Warmer, keeper: PrefixKeeper) -> None:
+        self.counts = Counter(ok=0)
         self._directory = directory
         self._warmer = warmer
         self._keeper = keeper
@@ -104,7 +111,9 @@ class PrefixApi:
         else:
             path = exchange.path.decode("latin-1")
             other = "DELETE" if handle else "POST"
-            refusals.answer(exchange, refusals.wrong_method(path, "GET", other))
+            refusal = refusals.wrong_method(path, "GET", other)
+            self.counts[refusal.reason] += 1
+            refusals.answer(exchange, refusal)
             return
         spawn(self._answer(exchange, work))
 
@@ -123,12 +132,20 @@ class PrefixApi:
         except Exception:
             logger.exception("request %r could not be answered", exchange.request_id)
             found = refusals.CRASHED
+        self.counts[found.reason if isinstance(found, Refusal) else "ok"] += 1
         if exchange.state is not State.OPEN:
             return  # the client has left
         if isinstance(found, Refusal):
             refusals.answer(exchange, found)
         else:
             exchange.respond(200, (JSON,), msgspec.json.encode(found))
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what metrics show."""
+        text = "Requests about prefixes, by how they were answered: ok, or why not."
+        sample = Sample("prefix_requests_total", text, labels=("outcome",))
+        sample.values.update(((outcome,), n) for outcome, n in self.counts.items())
+        yield sample
 
     # --- what there is
 

@@ -366,8 +366,12 @@ async def test_the_registered_are_shown_as_metrics() -> None:
     async with two() as (one, _):
         await register(one, pin=True, warm=1)
         await until(lambda: keeper(one)._warmer.counts)
+        with pytest.raises(HttpError):
+            await ask(one, "DELETE", "pfx_x")
         page = one.process.metrics.render().decode()
         for line in (
+            'multiplane_prefix_requests_total{outcome="ok"} 1.0',
+            'multiplane_prefix_requests_total{outcome="unknown_prefix"} 1.0',
             "multiplane_prefixes 1.0",
             "multiplane_prefixes_pinned 1.0",
             'multiplane_prefix_changes_total{outcome="done"} 1.0',
