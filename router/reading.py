@@ -34,7 +34,7 @@ def read(served: ServedModel, asked: Asked, lora: str | None) -> Reading | Rest:
     reader = served.reader
     tokens_max = served.max_model_len
     parts = max(_parts(asked.parsed), asked.ids_count)
-    if reader is not None and asked.chars_cut:
+    if reader is not None and asked.chars_cut and _is_one_prompt(asked.parsed):
         parts = max(parts, reader.tokens_min(asked.chars_cut))
     if tokens_max is not None and parts >= tokens_max and not _is_cut(asked.parsed):
         return Inexact(Reason.TOO_LONG, tokens_min=parts)
@@ -56,6 +56,14 @@ def _parts(parsed: Parsed | None) -> int:
     if items is None and isinstance(parsed, ResponsesRequest):
         items = parsed.input
     return len(items) if isinstance(items, list) else 0
+
+
+def _is_one_prompt(parsed: Parsed | None) -> bool:
+    """Whether all long texts of a request are in its one prompt, as far as that can be known.
+
+    Reranking has a prompt for each text; and a template may leave documents out.
+    """
+    return parsed is not None and not getattr(parsed, "documents", None)
 
 
 def _is_cut(parsed: Parsed | None) -> bool:
