@@ -131,8 +131,11 @@ class PrefixKeeper:
                 self._loop.call_soon(self._keep_from, tenant, prefix, resolved, hashes, asked)
 
     def _learn(self, tenant: str) -> None:
-        """Read what a tenant has registered, soon; without the bus, at a later look."""
-        if self.registry.is_full:
+        """Read what a tenant has registered, soon; without the bus, at a later look.
+
+        Once: where that fails, it is the next look's turn, lest each request asks in vain.
+        """
+        if self.registry.is_full or tenant in self.store.stale:
             return
         self.store.stale.add(tenant)
         if self.store.connected and (self._learning is None or self._learning.done()):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from controlplane.bus.protocol import BusError
 from controlplane.http_client import HttpError
 from router.prefix_records import HOT_USES, tended
 from schemas import subjects
@@ -339,6 +340,29 @@ async def test_too_many_callers_at_a_time_are_told_to_come_back(
         with pytest.raises(HttpError) as caught:
             await register(one)
         assert caught.value.status == 429
+
+
+async def test_a_bucket_that_cannot_be_read_is_not_asked_for_every_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As before `multiplane bus init`: once at a tenant's first request, and then at looks."""
+    async with two() as (one, _):
+        bucket, asked = keeper(one).store._bucket, 0
+
+        async def missing(key: str) -> None:
+            nonlocal asked
+            asked += 1
+            raise BusError("no such bucket")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket, "get", missing)
+            for _ in range(5):
+                await talk(one)
+            assert asked == 1
+            await keeper(one).look()
+            assert asked == 2
+        await keeper(one).look()
+        assert keeper(one).registry.knows("default")
 
 
 async def test_a_prefix_beyond_the_room_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
