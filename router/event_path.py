@@ -290,6 +290,7 @@ class EventPath:
                     logger.debug("model card %s: %s", digest[:12], error)
                 except (RemoteError, ValueError) as error:
                     self.counts["bad_card"] += 1
+                    served.saw_card(digest, alike=False)
                     logger.error("model card %s of %s: %s", digest[:12], served.model, error)
                     return
                 await asyncio.sleep(wait_s)

@@ -197,6 +197,20 @@ async def test_an_instance_whose_card_reads_otherwise_is_named() -> None:
         assert rig.served.card == used
 
 
+async def test_a_bad_card_beside_a_good_one_is_told_once() -> None:
+    """Its instance renews its record every 2 s: the card is not fetched each time."""
+    async with ServiceRig() as rig:
+        await rig.instance("a")
+        forged = "0" * 64
+        await (await rig.bus.objects(subjects.MODELS)).put(forged, encode(tiny_card()))
+        url = rig.served.plane.fleet.at(0).record.url
+        for _ in range(3):
+            await rig.put(InstanceRecord("b", MODEL, url, epoch=1, kv_events=False, card=forged))
+            await until(lambda: rig.known("b") and not rig.process.events._loading)
+        assert rig.process.events.counts["bad_card"] == 1
+        assert rig.served.cards_seen[forged] is False
+
+
 async def test_of_two_cards_that_come_at_once_one_is_used_and_the_other_named() -> None:
     """Whichever is read first; that they come together hides nothing."""
     async with ServiceRig() as rig:
