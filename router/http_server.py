@@ -57,7 +57,7 @@ class ServerStats:
         requests: handed to the handler.
         refused: answered without the handler: malformed, too large, too slow, too many.
         clients_gone: left before their answer was complete.
-        clients_half_closed: ended their own side, and waited for their answer.
+        clients_half_closed: ended their own side before an answer began, to wait or to leave.
         write_stalls: dropped for not reading their answer.
         handler_errors: the handler raised.
         loop_lag_s: how late the last tick ran: how long the event loop was busy with other things.

@@ -206,6 +206,7 @@ SLEEPERS: dict[str, str] = {
     "tests/vllm/sim_executor.py": "is the simulated forward pass",
 }
 SKIPPERS: dict[str, str] = {
+    "tests/deploy/test_balancer.py": "HAProxy is not on every machine; CI installs it",
     "tests/bus/test_embedded.py": "the parent-death signal exists on Linux only",
     "tests/router/test_hostile*.py": "thousands of connections need as many file descriptors",
 }
