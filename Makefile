@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-peer test-docker wheels check format vllm-env peer-env sim clean
+.PHONY: help up test test-vllm test-peer test-docker wheels check format vllm-env peer-env sim soak bench clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

@@ -156,6 +156,8 @@ def _attempt(attempt: Attempt, most: int | None) -> Iterator[str]:
     for prefilled, at_wall_s in attempt.prefilled:
         ttft = prefilled.ttft_s
         first = "" if ttft is None else f", first byte {seconds(ttft)} after the request"
+        if attempt.finished is not None:  # batches leave later than what they tell of
+            at_wall_s = min(at_wall_s, attempt.finished.at_wall_s)
         yield f"{clock(at_wall_s)}  {prefilled.new_tokens:,} tokens computed{first}"
     if attempt.finished is not None:
         yield from _end(event, attempt.finished)
@@ -197,7 +199,7 @@ def _row(each: Candidate, width: int) -> str:
 def _end(event: Routed, end: Finished) -> Iterator[str]:
     yield (
         f"{clock(end.at_wall_s)}  ended: {end.outcome}, status {end.status or 'none'}, "
-        f"after {seconds(end.duration_s)}"
+        f"{seconds(end.before_s + end.duration_s)} after the request"
     )
     if end.output_tokens is not None:
         counted = ", by the stream's events" if end.output_estimated else ""

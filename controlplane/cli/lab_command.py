@@ -161,7 +161,7 @@ def capacity(
     start: options.Start = 0.0,
     duration: options.Duration = 0.0,
     jitter: options.Jitter = 0.0,
-    seed: Annotated[int, typer.Option(rich_help_panel=options.TRAFFIC)] = 0,
+    seed: options.Seed = 0,
     warm_up: options.WarmUp = 0.0,
     use_cache: options.UseCache = True,
 ) -> None:
@@ -283,7 +283,7 @@ def generate(
     out: Annotated[Path, typer.Option(help="File to write, in the Qwen-Bailian format.")],
     qps: Annotated[float, typer.Option(min=0.001, help="Mean requests a second.")] = 1.0,
     duration: Annotated[float, typer.Option(min=1.0, help="Seconds.")] = 600.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: options.Seed = 0,
     hotspot: options.HotspotShare = 0.0,
 ) -> None:
     """Make up traffic and write it as a trace file; the same seed gives the same file.

@@ -192,6 +192,12 @@ BudgetTtft = Annotated[
         rich_help_panel=TRAFFIC,
     ),
 ]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Of all that is random: the same seed, the same traffic.", rich_help_panel=TRAFFIC
+    ),
+]
 Seeds = Annotated[
     str, typer.Option(metavar="N[,N…]", help="Repeat with each seed.", rich_help_panel=TRAFFIC)
 ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from controlplane.audit.heard import Unreadable
+from controlplane.audit.lines import clock
 from controlplane.audit.story import Story, StoryTeller, told
+from schemas.bus import Prefilled
 from tests.audit.tape import Tape
 from tests.core.plane_helpers import prompt, record
 
@@ -83,6 +85,25 @@ def test_an_answer_counted_by_its_events_says_so() -> None:
     tape.tell()
     text = "\n".join(told(story_of(tape, "q")))
     assert "answer    120 tokens, by the stream's events" in text
+
+
+def test_times_are_those_of_the_request() -> None:
+    """The end counts from the arrival as the first byte does, and no batch's time is after it."""
+    tape = Tape()
+    ticket = tape.begin(1, name="q")
+    booked_s = ticket.booking.booked_s
+    tape.plane.requests.finish(
+        ticket, "ok", 200, booked_s + 0.2, tape.wall_s, ttft_s=0.49, started_s=booked_s - 0.3
+    )
+    tape.tell()
+    story = story_of(tape, "q")
+    end = story.attempts[0].finished
+    assert end is not None
+    story.attempts[0].prefilled.append((Prefilled("q", "a", 20, 0.49), end.at_wall_s + 0.009))
+    lines = [line for line in told(story) if "after the request" in line]
+    assert [line.split("  ")[0] for line in lines] == [clock(end.at_wall_s)] * 2
+    assert lines[0].endswith("first byte 490 ms after the request")
+    assert lines[1].endswith("ended: ok, status 200, 500 ms after the request")
 
 
 def test_a_story_goes_as_far_as_the_record() -> None:

@@ -300,6 +300,8 @@ def test_ends_are_counted_with_their_times() -> None:
     assert slot.tpot_s == [pytest.approx(0.05)]
     windows.ended(1.0, ok=True, output_tokens=11, duration_s=0.09, **usual)
     assert len(slot.tpot_s) == 1, "the end before the first byte: a router that told too little"
+    windows.ended(1.0, ok=True, output_tokens=11, duration_s=0.1003, **usual)
+    assert len(slot.tpot_s) == 1, "all at its first byte: an answer that was not streamed"
 
 
 def test_time_per_token_leaves_out_what_a_request_waited() -> None:
