@@ -18,10 +18,11 @@ import msgspec
 from controlplane.bus import NatsBus
 from controlplane.bus.embedded import EmbeddedNats
 from controlplane.bus.layout import layout
+from controlplane.bus.protocol import BusError
 from controlplane.bus.setup import ensure
 from controlplane.http_client import HttpClient, HttpError
-from controlplane.ports import check_free, free_port
-from lab.children import Child
+from controlplane.ports import check_free, free_or_any, free_port
+from lab.children import Child, ChildStartError
 from lab.driver import LocalFleet, LocalInstance
 from lab.tiny_model import tiny_model_dir
 
@@ -30,7 +31,7 @@ _POLL_S = 0.05
 
 
 class StackOptions(msgspec.Struct, frozen=True):
-    """What to start.
+    """What to start. Ports but `port` that somebody else has are replaced by free ones.
 
     Attributes:
         engines: emulated engines, each with a sidecar; 0 to bring other engines.
@@ -133,7 +134,7 @@ class LocalStack:
         else:
             self.port = free_port(self.options.host)
         if not self.nats_url:
-            self.embedded = await EmbeddedNats(port=self.options.nats_port).start()
+            self.embedded = await self._start_nats()
             self.nats_url = self.embedded.url
         bus = await NatsBus.connect(self.nats_url, name="up")
         await ensure(bus, layout(size=0.25), missing_only=True)
@@ -146,16 +147,39 @@ class LocalStack:
         await self.start_sidecars(self.fleet.instances)
         await self.ready(self.options.engines)
 
+    async def _start_nats(self) -> EmbeddedNats:
+        port = self.options.nats_port
+        try:
+            return await EmbeddedNats(port=port).start()
+        except BusError:
+            if not port or free_or_any(self.options.host, port):
+                raise
+            return await EmbeddedNats().start()
+
+    async def _start_at(self, child: Child, flag: str) -> None:
+        """Start a child; on any free port where somebody else has the one that `flag` names."""
+        try:
+            await child.start()
+        except ChildStartError:
+            at = child.command.index(flag) + 1
+            port = int(child.command[at])
+            if not port or free_or_any(self.options.host, port):
+                raise
+            child.command = (*child.command[:at], "0", *child.command[at + 1 :])
+            await child.start()
+
     def _start_services(self) -> list[Coroutine[Any, Any, None]]:
         """Make the services that are wanted; returns what starts them."""
         for name in ("detector", "predictor"):
             if getattr(self.options, name):
                 self.services.append(Child(name, [*_multiplane(name), *self._bus_flags]))
+        starts = [child.start() for child in self.services]
         if self.options.dashboard_port is not None:
             port = str(self.options.dashboard_port)
             command = [*_multiplane("dashboard"), *self._bus_flags, "--port", port]
             self.services.append(Child("dashboard", command))
-        return [child.start() for child in self.services]
+            starts.append(self._start_at(self.services[-1], "--port"))
+        return starts
 
     @property
     def _bus_flags(self) -> tuple[str, ...]:
@@ -177,7 +201,7 @@ class LocalStack:
             ],
         )
         self.routers.append(router)
-        await router.start()
+        await self._start_at(router, "--admin-port")
         return router
 
     async def start_sidecars(self, instances: Sequence[LocalInstance]) -> None:

@@ -107,7 +107,8 @@ def _stop_on_signals() -> asyncio.Event:
 def _announce(options: UpOptions, runs: int, console: Console) -> None:
     stack = options.stack
     console.print(
-        f"starting NATS, {stack.engines} emulated engines with sidecars, {stack.routers} routers"
+        f"starting NATS, {_counted(stack.engines, 'emulated engine')}, a sidecar each, "
+        f"{_counted(stack.routers, 'router')}"
         f"{', a detector' if stack.detector else ''} …"
     )
     if options.planned:
@@ -117,6 +118,10 @@ def _announce(options: UpOptions, runs: int, console: Console) -> None:
             f"{', under each of 2 policies' if runs == 2 else ''}: "
             f"about {runs * (took_s + 10.0) / 60.0:.1f} minutes in all"
         )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 @asynccontextmanager

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +263,23 @@ async def test_two_routers_agree_and_answer_clients() -> None:
         (noted,) = [finding for finding in findings if finding.mend]
         assert (noted.where, noted.found) == ("detector", "none is heard")
         assert len(findings) == 1 + 3 + 1 + 1 + 5 * 3
+
+
+async def test_ports_that_were_taken_meanwhile_are_replaced() -> None:
+    """As by another plane that starts at the same time: only the clients' port is insisted on."""
+    with ExitStack() as taken:
+        others = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        nats, admin, dashboard = (each.getsockname()[1] for each in others)
+        options = StackOptions(
+            engines=1, routers=1, nats_port=nats, admin_port=admin, dashboard_port=dashboard
+        )
+        async with LocalStack(options) as stack:
+            for url, port in (
+                (stack.nats_url, nats),
+                (stack.admin_urls[0], admin),
+                (stack.dashboard_url, dashboard),
+            ):
+                assert f":{port}" not in url
 
 
 async def test_the_load_generator_counts_what_fails() -> None:
