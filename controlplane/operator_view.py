@@ -318,12 +318,12 @@ def instance_rows(
             said[each.model, each.statement.instance_id].append(each)
     sharing: dict[tuple[str, int | None], list[InstanceRecord]] = defaultdict(list)
     for record in records:
-        sharing[record.place[:2]].append(record)
+        sharing[record.url, record.dp_rank].append(record)
     return [
         _row(
             record,
             said[record.model, record.instance_id],
-            [each for each in sharing[record.place[:2]] if each is not record],
+            [each for each in sharing[record.url, record.dp_rank] if each is not record],
             now_wall_s,
             doubled=(record.model, record.instance_id) in doubles,
         )

@@ -60,8 +60,10 @@ class InstanceRecord(Message, frozen=True, tag="instance"):
 
     def same_engine(self, other: InstanceRecord) -> bool:
         """Whether two records are about one engine, as far as can be known."""
-        mine, theirs = self.place, other.place
-        return mine[:2] == theirs[:2] and (mine[2] == theirs[2] or not mine[2] or not theirs[2])
+        if self.url != other.url or self.dp_rank != other.dp_rank:
+            return False
+        mine, theirs = self.place[2], other.place[2]
+        return mine == theirs or not mine or not theirs
 
 
 class RouterLease(Message, frozen=True, tag="router"):

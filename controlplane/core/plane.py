@@ -246,7 +246,9 @@ class Plane:
         there = [
             each.record
             for each in self.fleet
-            if each is not instance and each.record.place[:2] == mine.place[:2]
+            if each is not instance
+            and each.record.url == mine.url
+            and each.record.dp_rank == mine.dp_rank
         ]
         strangers = [record for record in there if not record.same_engine(mine)]
         if len(strangers) < len(there) or len({record.host for record in strangers}) != 1:
@@ -260,8 +262,10 @@ class Plane:
 
     def doubled(self) -> int:
         """Return how many instances, of those that speak, share their address with another one."""
-        heard = Counter(each.record.place for each in self.fleet if each.trust is not Trust.STALE)
-        return sum(count for count in heard.values() if count > 1)
+        heard = [each.record for each in self.fleet if each.trust is not Trust.STALE]
+        addresses = Counter((record.url, record.dp_rank) for record in heard)
+        places = Counter(r.place for r in heard if addresses[r.url, r.dp_rank] > 1)
+        return sum(count for count in places.values() if count > 1)
 
     def _others_at(self, instance: Instance) -> list[Instance]:
         return [

@@ -7,6 +7,7 @@ import pytest
 from controlplane.core.effects import Alarm, Note
 from controlplane.core.events import BreakerState, Paused, Tick
 from controlplane.core.stream import Trust
+from schemas import records
 from schemas.bus import LoadReport, RouteBatch, Routed
 from tests.core.plane_helpers import Publisher, plane, prompt, record, request
 
@@ -56,6 +57,19 @@ def test_a_time_in_which_the_router_did_not_run_is_nobodys_silence() -> None:
     made.handle(Tick(), 26.1)
     assert instance.trust is Trust.STALE
     assert not any(made.ledger.of("a").values())
+
+
+def test_urls_are_taken_apart_only_where_instances_share_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each that joins is compared with all others: that has to be cheap for a thousand."""
+    looked_at: list[str] = []
+    monkeypatch.setattr(records, "_is_loopback", looked_at.append)
+    made = plane(*(f"i{number}" for number in range(50)))
+    assert made.doubled() == 0
+    assert looked_at == []
+    made.handle(record("other", url="http://i7:8000"), 0.0)
+    assert set(looked_at) == {"http://i7:8000"}
 
 
 def test_one_engine_with_two_names_is_an_alarm_once() -> None:
