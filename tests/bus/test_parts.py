@@ -115,12 +115,15 @@ def test_nonsense_patterns_are_refused(pattern: str) -> None:
 
 
 def test_layout_bounds_everything() -> None:
-    """Nothing grows without end, and heartbeat buckets forget the dead, but not in seconds."""
+    """Nothing grows without end, and heartbeat buckets forget the dead, but not in seconds.
+
+    An instance's record outlives its sidecar by an hour or two: its engine serves on.
+    """
     plan = layout()
     assert all(spec.bytes_max > 0 and spec.age_s_max > 0 for spec in plan.streams)
     assert all(spec.bytes_max > 0 for spec in (*plan.buckets, *plan.stores))
     lives = {spec.name: spec.ttl_s for spec in plan.buckets}
-    assert 60 <= lives["mp_instances"] <= 900
+    assert 3600 <= lives["mp_instances"] <= 3 * 3600
     assert 60 <= lives["mp_routers"] <= 900
     small = layout(size=1e-9)
     assert all(s.bytes_max == MIB for s in (*small.streams, *small.buckets, *small.stores))
