@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from controlplane.bus import BusError, MemoryBroker, NatsBus, NatsOptions
 from controlplane.bus.embedded import EmbeddedNats
@@ -53,6 +54,22 @@ async def test_setup_is_idempotent_and_corrects(bus: NatsBus) -> None:
     holdings = {holding.name: holding for holding in await describe(bus, larger)}
     assert holdings["MP_KV"].messages == 1
     assert holdings["MP_KV"].bytes_max == int(2048 * MIB * 0.6)
+
+
+async def test_an_earlier_layout_is_brought_up_to_date_in_place(bus: NatsBus) -> None:
+    """Records that lived for ten minutes live for two hours; a new bucket comes beside them."""
+    plan = layout(storage="memory", size=0.3)
+    earlier = [each for each in plan.buckets if each.name != subjects.PREFIXES]
+    earlier[0] = replace(earlier[0], ttl_s=600.0)
+    await ensure(bus, replace(plan, buckets=tuple(earlier)))
+    instances = await bus.bucket(subjects.INSTANCES)
+    await instances.put("m.i", b"kept")
+    changes = {change.name: change for change in await ensure(bus, plan)}
+    assert changes[subjects.PREFIXES].action == "created"
+    assert changes[subjects.INSTANCES].detail == "max_age"
+    assert (await instances.get("m.i")).value == b"kept"
+    held = {holding.name: holding.age_s_max for holding in await describe(bus, plan)}
+    assert held[subjects.INSTANCES] == 7200.0
 
 
 async def test_what_is_there_can_be_left_as_it_is(bus: NatsBus) -> None:

@@ -204,9 +204,11 @@ async def test_a_bad_card_beside_a_good_one_is_told_once() -> None:
         forged = "0" * 64
         await (await rig.bus.objects(subjects.MODELS)).put(forged, encode(tiny_card()))
         url = rig.served.plane.fleet.at(0).record.url
-        for _ in range(3):
-            await rig.put(InstanceRecord("b", MODEL, url, epoch=1, kv_events=False, card=forged))
-            await until(lambda: rig.known("b") and not rig.process.events._loading)
+        bad = InstanceRecord("b", MODEL, url, epoch=1, kv_events=False, card=forged)
+        for seq in range(3):
+            await rig.put(msgspec.structs.replace(bad, seq=seq))
+            await until(lambda seq=seq: rig.known("b") and rig.known("b").record.seq == seq)  # type: ignore[misc]
+            await until(lambda: not rig.process.events._loading)
         assert rig.process.events.counts["bad_card"] == 1
         assert rig.served.cards_seen[forged] is False
 
