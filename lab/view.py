@@ -18,6 +18,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from controlplane.audit.lines import ID_LENGTH
 from controlplane.bus.protocol import Bus, Entry, Watch
 from schemas import bus as messages
 from schemas import subjects
@@ -260,7 +261,7 @@ class BusView:
         sizes = f"{event.prompt_tokens or 0:,} tokens, {event.hit_tokens:,} cached"
         turns = event.policy == "round_robin"  # which scores nobody
         why = event.policy if turns else f"score {event.score:,.0f} ({event.policy})"
-        self.last.append(f"{event.request_id[-6:]:>6} → {event.instance_id}  {sizes}, {why}")
+        self.last.append(f"{event.request_id[-ID_LENGTH:]} → {event.instance_id}  {sizes}, {why}")
 
     def _finished(self, source: str, event: messages.Finished, now_s: float) -> None:
         view = self._of(event.instance_id)

@@ -70,7 +70,10 @@ def _routed(event: Routed, seen: Candidates | None) -> str:
 
 
 def _finished(event: Finished) -> str:
-    parts = [f"{event.outcome} {event.status or ''}".strip(), f"in {seconds(event.duration_s)}"]
+    parts = [
+        f"{event.outcome} {event.status or ''}".strip(),
+        f"in {seconds(event.before_s + event.duration_s)}",
+    ]
     if event.output_tokens is not None:
         about = "about " if event.output_estimated else ""
         parts.append(f"{about}{event.output_tokens:,} tokens out")

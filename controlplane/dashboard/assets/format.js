@@ -26,6 +26,7 @@ export function percent(value) {
 
 export function seconds(value) {
   if (value == null) return none;
+  if (value === 0) return "0 s";
   if (value < 0.0009995) return `${Math.round(1e6 * value)} µs`;
   if (value < 0.00995) return `${tenth.format(1e3 * value)} ms`;
   if (value < 0.9995) return `${Math.round(1e3 * value)} ms`;
