@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +13,8 @@ from lab.profiles import DEFAULT_PROFILE, PROFILES, find_profile
 from lab.publisher import BUFFER_STEPS
 from lab.server_model import ServedModel
 from lab.tiny_model import tiny_model_dir
+
+_NUMBER: Final[dict[str, Any]] = {"type": int, "metavar": "N"}
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
@@ -67,32 +70,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
 def parse(arguments: list[str]) -> ServerOptions:
     """Read the command line; what is wrong goes to stderr, and the process exits with 2."""
-    parser = argparse.ArgumentParser(prog="python -m lab.server", description=__doc__)
     defaults = ServerOptions(tiny_model_dir(), ["tiny"])
-    add = parser.add_argument
-    add("--model-dir", type=Path, default=defaults.model_dir, help="tokenizer, template, config")
-    add("--name", dest="names", action="append", help="served model name; repeat for aliases")
-    add("--lora", dest="loras", action="append", default=[], help="adapter name; repeatable")
-    add("--host", default=defaults.host)
-    add("--port", type=int, default=defaults.port, help="0 picks a free one")
-    add("--profile", default=defaults.profile, choices=list(PROFILES), metavar="GPU/MODEL")
-    add("--speed", type=float, default=defaults.speed, help="times as fast as the profile")
-    add("--blocks", dest="num_blocks", type=int, default=0, help="KV blocks; 0: the GPU's")
-    add("--block-size", type=int, default=defaults.block_size)
-    add("--max-model-len", type=int, default=0, help="0: the model's")
-    add("--max-num-seqs", type=int, default=defaults.max_num_seqs)
-    add("--max-num-batched-tokens", type=int, default=defaults.max_num_batched_tokens)
-    add("--max-num-queued-reqs", type=int, default=0, help="beyond it 503; 0: no limit")
-    add("--stream-interval", type=int, default=1, help="tokens to a streamed chunk")
-    add("--no-prefix-caching", dest="prefix_caching", action="store_false")
-    add("--answer-tokens", type=int, default=defaults.answer_tokens, help="mean, where free to end")
-    add("--api-key", help="answer 401 under /v1 without it")
-    add("--kv-port", type=int, default=0, help="event socket; 0 picks a free one")
-    add("--kv-replay-port", type=int, default=0)
-    add("--kv-topic", default="")
-    add("--kv-buffer-steps", type=int, default=defaults.kv_buffer_steps)
-    add("--kv-encoding", default="map", choices=["map", "array"], help="array: vLLM before 0.24")
-    add("--no-kv-events", dest="kv_port", action="store_const", const=None)
+    parser = _parser(defaults)
     given = parser.parse_args(arguments)
     given.names = given.names or defaults.names
     if not given.speed > 0:
@@ -108,3 +87,118 @@ def parse(arguments: list[str]) -> ServerOptions:
     if given.stream_interval < 1:
         parser.error(f"argument --stream-interval: {given.stream_interval} is not positive")
     return ServerOptions(**vars(given))
+
+
+def _parser(defaults: ServerOptions) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.server",
+        description="An emulated vLLM server: HTTP API, KV events and metrics are as vLLM's, "
+        "steps take as long as on the GPU of a profile. Prints a line of JSON once it serves.",
+        epilog="Example: python -m lab.server --port 8100 --kv-port 5557 --kv-replay-port 5558",
+    )
+    _add_serving(parser, defaults)
+    _add_engine(parser, defaults)
+    _add_events(parser, defaults)
+    return parser
+
+
+def _add_serving(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
+    add = parser.add_argument_group("what it serves, and where").add_argument
+    folder = "tokenizer, chat template, config; a tiny one that comes with it by default"
+    names = "served model name (tiny); repeat for aliases"
+    free_end = "mean length of answers that are free to end, in tokens (%(default)s)"
+    add("--model-dir", type=Path, default=defaults.model_dir, metavar="FOLDER", help=folder)
+    add("--name", dest="names", action="append", metavar="NAME", help=names)
+    add(
+        "--lora",
+        dest="loras",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="adapter name; repeatable",
+    )
+    add(
+        "--host", default=defaults.host, metavar="ADDRESS", help="address to serve on (%(default)s)"
+    )
+    add("--port", default=defaults.port, help="port; 0 picks a free one (%(default)s)", **_NUMBER)
+    add("--api-key", metavar="KEY", help="answer 401 under /v1 without it; none by default")
+    add("--answer-tokens", default=defaults.answer_tokens, help=free_end, **_NUMBER)
+    add("--stream-interval", default=1, help="tokens to a streamed chunk (%(default)s)", **_NUMBER)
+
+
+def _add_engine(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
+    add = parser.add_argument_group("the engine").add_argument
+    profiles = "whose step times it has, one of: " + ", ".join(PROFILES) + " (%(default)s)"
+    add(
+        "--profile",
+        default=defaults.profile,
+        choices=list(PROFILES),
+        metavar="GPU/MODEL",
+        help=profiles,
+    )
+    add(
+        "--speed",
+        type=float,
+        default=defaults.speed,
+        metavar="X",
+        help="times as fast as the profile (%(default)s)",
+    )
+    add(
+        "--blocks",
+        dest="num_blocks",
+        default=0,
+        help="KV blocks; 0: the GPU's (%(default)s)",
+        **_NUMBER,
+    )
+    add("--block-size", default=defaults.block_size, help="tokens a block (%(default)s)", **_NUMBER)
+    add(
+        "--max-model-len",
+        default=0,
+        help="tokens of prompt and answer; 0: the model's (%(default)s)",
+        **_NUMBER,
+    )
+    add(
+        "--max-num-seqs",
+        default=defaults.max_num_seqs,
+        help="requests in a step at most (%(default)s)",
+        **_NUMBER,
+    )
+    add(
+        "--max-num-batched-tokens",
+        default=defaults.max_num_batched_tokens,
+        help="tokens in a step at most (%(default)s)",
+        **_NUMBER,
+    )
+    add(
+        "--max-num-queued-reqs",
+        default=0,
+        help="requests running and waiting, 503 beyond; 0: no limit (%(default)s)",
+        **_NUMBER,
+    )
+    add("--no-prefix-caching", dest="prefix_caching", action="store_false", help="cache nothing")
+
+
+def _add_events(parser: argparse.ArgumentParser, defaults: ServerOptions) -> None:
+    add = parser.add_argument_group("its KV events").add_argument
+    encoding = "how events are written; array as before vLLM 0.24 (%(default)s)"
+    add(
+        "--kv-port",
+        default=0,
+        help="port of the events; 0 picks a free one (%(default)s)",
+        **_NUMBER,
+    )
+    add(
+        "--kv-replay-port",
+        default=0,
+        help="port that repeats them; likewise (%(default)s)",
+        **_NUMBER,
+    )
+    add("--kv-topic", default="", metavar="TOPIC", help="topic of its messages; empty by default")
+    add(
+        "--kv-buffer-steps",
+        default=defaults.kv_buffer_steps,
+        help="steps that can be repeated (%(default)s)",
+        **_NUMBER,
+    )
+    add("--kv-encoding", default="map", choices=["map", "array"], help=encoding)
+    add("--no-kv-events", dest="kv_port", action="store_const", const=None, help="publish none")
