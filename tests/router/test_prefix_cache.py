@@ -222,6 +222,28 @@ def test_many_salts_leave_no_roots() -> None:
     assert cache.stats.segments <= 20
 
 
+def test_a_handle_moves_up_to_what_it_is_to_keep() -> None:
+    """It pins the shortest prefix with so many blocks, and what is below it may be evicted."""
+    cache = PrefixCache(budget_bytes=4 * NODE_BYTES)
+    space = cache.space(BLOCK)
+    handle = add(cache, space, NO_EXTRAS, ["a" * 40, "b" * 40, "c" * 40])
+    whole, wanted = handle.blocks, add(cache, space, NO_EXTRAS, ["a" * 40, "b" * 40])
+    blocks = wanted.blocks
+    cache.release(wanted)
+    cache.shorten(handle, whole + 1)
+    assert handle.blocks == whole
+    cache.shorten(handle, blocks)
+    assert 0 < handle.blocks == blocks < whole
+    for number in range(20):
+        cache.release(add(cache, space, NO_EXTRAS, [f"{number}" * 40]))
+        cache.check()
+    assert handle.blocks == blocks
+    cache.release(handle)
+    cache.drop(space)
+    cache.check()
+    assert (cache.stats.handles, cache.stats.nodes) == (0, 0)
+
+
 def test_long_salts_count_in_the_budget() -> None:
     """A caller who sends one long salt after the other fills the budget, not the memory."""
     cache = PrefixCache(budget_bytes=200_000)
