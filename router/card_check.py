@@ -1,11 +1,11 @@
-"""Whether a card's tokenizer and template give what the engine itself says it gives."""
+"""A card's tokenizer and template, and whether they give what the engine itself says it gives."""
 
 from __future__ import annotations
 
 from controlplane.core.hashing import pack_tokens
-from router.chat_template import ChatTemplate, RenderOptions
+from router.chat_template import ChatTemplate, Clock, RenderOptions, TemplateSyntaxError
 from router.prompt import Inexact
-from router.tokenizer import TextError, Tokenizer
+from router.tokenizer import TextError, Tokenizer, TokenizerError
 from schemas.bus import ModelCard, TokenProbe
 from schemas.openai import ChatRequest
 
@@ -15,6 +15,30 @@ _TOKEN_BYTES = 4
 def options_of(card: ModelCard) -> RenderOptions:
     """Return how the engine of a card was started, as far as chats go."""
     return RenderOptions(card.content_format, card.template_kwargs, card.drop_unchosen_tools)
+
+
+def tokenizer_of(card: ModelCard) -> tuple[Tokenizer | None, str]:
+    """Return a card's tokenizer; or None, and why there is none to be used."""
+    if not card.tokenizer:
+        return None, "the model card has no tokenizer"
+    try:
+        tokenizer = Tokenizer(card.tokenizer)
+    except TokenizerError as error:
+        return None, str(error)
+    problem = tokenizer.explain_mismatch(card.special_tokens, card.tokenizer_config)
+    return (tokenizer, "") if problem is None else (None, problem)
+
+
+def template_of(
+    card: ModelCard, options: RenderOptions, now: Clock
+) -> tuple[ChatTemplate | None, str]:
+    """Return a card's chat template, likewise."""
+    if card.chat_template is None:
+        return None, "the model card has no chat template"
+    try:
+        return ChatTemplate(card.chat_template, card.special_tokens, options, now), ""
+    except TemplateSyntaxError as error:
+        return None, str(error)
 
 
 def mismatch(

@@ -20,17 +20,12 @@ from typing import Any, Final
 import msgspec
 
 from controlplane.core.hashing import NO_EXTRAS, ROOT, BlockHash, Extras, chain, pack_tokens
-from router.card_check import mismatch, options_of
-from router.chat_template import (
-    ChatTemplate,
-    Clock,
-    RenderOptions,
-    TemplateSyntaxError,
-)
+from router.card_check import mismatch, options_of, template_of, tokenizer_of
+from router.chat_template import ChatTemplate, Clock, RenderOptions
 from router.prefix_cache import Handle, PrefixCache, Space
 from router.prompt import HEAD_TOKENS, Inexact, Prompt, Reason, single
 from router.segments import PROBES, Cutter, choose_cuts
-from router.tokenizer import TextError, Tokenizer, TokenizerError
+from router.tokenizer import TextError, Tokenizer
 from schemas.bus import ModelCard
 from schemas.openai import ChatRequest, CompletionRequest
 
@@ -112,16 +107,16 @@ class PromptReader:
             now: the engine's local time, for templates that print the date.
         """
         self.stats = ReadStats()
-        self.problem = ""
         self._card = card
         self._cache = cache
         self._executor = executor
         self._limits = limits
         self._space: Space = cache.space(card.block_size)
         self._long_texts = 0
-        self._tokenizer = self._load_tokenizer(card)
-        options = options or options_of(card)
-        self._template = self._load_template(card, options, now) if self._tokenizer else None
+        self._tokenizer, self.problem = tokenizer_of(card)
+        self._template: ChatTemplate | None = None
+        if self._tokenizer is not None:
+            self._template, self.problem = template_of(card, options or options_of(card), now)
         self._differs = {chats: self._compare(card, chats=chats) for chats in (True, False)}
         self._cutter = Cutter(self._choose_cuts())
 
@@ -428,33 +423,6 @@ class PromptReader:
         return outcome
 
     # --- loading ---
-
-    def _load_tokenizer(self, card: ModelCard) -> Tokenizer | None:
-        if not card.tokenizer:
-            self.problem = "the model card has no tokenizer"
-            return None
-        try:
-            tokenizer = Tokenizer(card.tokenizer)
-        except TokenizerError as error:
-            self.problem = str(error)
-            return None
-        mismatch = tokenizer.explain_mismatch(card.special_tokens, card.tokenizer_config)
-        if mismatch is not None:
-            self.problem = mismatch
-            return None
-        return tokenizer
-
-    def _load_template(
-        self, card: ModelCard, options: RenderOptions, now: Clock
-    ) -> ChatTemplate | None:
-        if card.chat_template is None:
-            self.problem = "the model card has no chat template"
-            return None
-        try:
-            return ChatTemplate(card.chat_template, card.special_tokens, options, now)
-        except TemplateSyntaxError as error:
-            self.problem = str(error)
-            return None
 
     def _compare(self, card: ModelCard, *, chats: bool) -> bool:
         """Whether the engine is known to read chats, or plain prompts, otherwise than the card."""
