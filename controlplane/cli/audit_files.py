@@ -34,7 +34,7 @@ def record(
         float, typer.Option("--for", min=0.0, help="Seconds to record; 0: until Ctrl-C.")
     ] = 0.0,
     kinds: Annotated[str, typer.Option(help="What to record, comma-separated.")] = ",".join(KINDS),
-    bytes_max: Annotated[int, typer.Option(min=1, help="Largest file.")] = 2_000_000_000,
+    bytes_max: Annotated[int, typer.Option(min=1, help="Largest file, in bytes.")] = 2_000_000_000,
     model: Model = "",
     *,
     bus: BusPlace,

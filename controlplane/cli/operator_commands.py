@@ -17,7 +17,10 @@ from controlplane.operator_wait import wait_until_idle
 
 Reason = Annotated[str, typer.Option(help="Why, for the audit log and for `instances`.")]
 Ttl = Annotated[
-    float | None, typer.Option("--ttl-s", min=1.0, max=1e9, help="Ends by itself after this long.")
+    float | None,
+    typer.Option(
+        "--ttl-s", min=1.0, max=1e9, help="Ends by itself after this long; by default not."
+    ),
 ]
 InstanceId = Annotated[
     str,
@@ -59,7 +62,9 @@ def drain(
     ] = False,
     within_s: Annotated[
         float | None,
-        typer.Option(min=0.1, help="With --wait: give up after this long, and exit with 1."),
+        typer.Option(
+            min=0.1, help="With --wait: give up after this long, and exit with 1; never by default."
+        ),
     ] = None,
     reason: Reason = "",
     model: OfModel = "",

@@ -58,7 +58,8 @@ def router(
     queue: Annotated[
         Literal["fcfs", "edf", "klpm", "edf+klpm"] | None,
         typer.Option(
-            help="Let requests wait, in this order, while every instance is at --batch-cap.",
+            help="Let requests wait, in this order, while every instance is at --batch-cap; "
+            "by default nobody waits.",
             rich_help_panel=WAITING,
         ),
     ] = None,

@@ -82,7 +82,7 @@ def sidecar(
         str, typer.Option(help="E.g. tcp://127.0.0.1:5558.", rich_help_panel=EVENTS)
     ] = "",
     kv_topic: Annotated[
-        str | None, typer.Option(help="Only this topic.", rich_help_panel=EVENTS)
+        str | None, typer.Option(help="Only this topic; all by default.", rich_help_panel=EVENTS)
     ] = None,
     kv_bind: Annotated[
         bool,
