@@ -69,10 +69,10 @@ def _summary(view: BusView, dead: Collection[str], now_s: float) -> str:
     """Return the state of everything in one line."""
     lost_s = view.bus_lost_s(now_s)
     states = Counter(view.state_of(name, dead, now_s) for name in view.instances)
-    flow = view.flow(now_s)
+    flow, routers = view.flow(now_s), view.routers_heard(now_s)
     parts = [
         "bus ok" if lost_s is None else f"BUS DOWN for {lost_s:.0f} s",
-        f"{view.routers_heard(now_s)} routers",
+        f"{routers} router{'s' if routers != 1 else ''}",
         ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "no instance",
         f"{view.decisions:,} decisions",
         f"{flow.per_s:.1f}/s",
