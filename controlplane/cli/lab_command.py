@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 import typer
@@ -44,6 +44,8 @@ app = typer.Typer(
 
 DEFAULT_POLICIES = "multiplicative,linear,dynamo_cost,least_requests,round_robin"
 SLO = "The service level"
+_GAP: Final = 2  # beside each column of a table
+_EDGES: Final = 4  # of a table, and beside the policies' names
 
 
 @app.command()
@@ -130,7 +132,7 @@ def replay(
         results = _run(plan.jobs(), processes, _cache(use_cache), console)
         cases = plan.cases(results, warm_up)
         for case in cases:
-            console.print(_table(case))
+            console.print(*_tables(case, console.width), sep="\n")
         if json:
             rows = [row for case in cases for row in case.rows]
             sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
@@ -347,23 +349,37 @@ def _run(
         )
 
 
-def _table(case: Case) -> Table:
-    """Return a case as a table, a row a policy."""
+def _tables(case: Case, width: int) -> list[Table]:
+    """Return a case as tables, a row a policy; of several each has columns that fit the width."""
     from lab.report import by_policy, cell, columns_of
 
-    shown = Table(
-        title=case.title,
-        title_justify="left",
-        caption=case.note or None,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    policies = by_policy(case.rows)
+    columns = [
+        (each.name, ["\n".join(filter(None, cell(each, rows))) for rows in policies.values()])
+        for each in columns_of(case)
+    ]
+    room = width - max(map(len, policies), default=0) - _EDGES
+    parts: list[list[tuple[str, list[str], int]]] = []
+    left = 0
+    for name, cells in columns:
+        wide = max(map(len, (*name.split(), *"\n".join(cells).split("\n"))))
+        if not parts or wide + _GAP > left:
+            left = room
+            parts.append([])
+        left -= wide + _GAP
+        parts[-1].append((name, cells, wide))
+    tables = [_part(list(policies), part) for part in parts]
+    tables[0].title, tables[0].title_justify = case.title, "left"
+    tables[-1].caption, tables[-1].caption_justify = case.note or None, "left"
+    return tables
+
+
+def _part(policies: list[str], columns: Sequence[tuple[str, list[str], int]]) -> Table:
+    """Return a table of some columns: each a name, a cell for each policy, and a least width."""
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("policy", no_wrap=True)
-    columns = columns_of(case)
-    for column in columns:
-        shown.add_column(column.name, justify="right")
-    for policy, rows in by_policy(case.rows).items():
-        cells = ["\n".join(filter(None, cell(column, rows))) for column in columns]
-        shown.add_row(policy, *cells)
+    for name, _, wide in columns:
+        shown.add_column(name, justify="right", min_width=wide)
+    for number, policy in enumerate(policies):
+        shown.add_row(policy, *(cells[number] for _, cells, _ in columns))
     return shown

@@ -20,10 +20,10 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str, width: int = 200) -> int:
     """Run the command line in this process; returns its exit status."""
     monkeypatch.setattr(sys, "argv", ["multiplane", "lab", *arguments])
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "dumb")
     with pytest.raises(SystemExit) as ended:
         run()
@@ -132,6 +132,21 @@ def test_a_replay_prints_a_table_and_writes_a_report(
     for name in ("multiplicative", "round_robin", "TTFT, s", "hits"):
         assert name in said
     assert asked in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_table_too_wide_for_the_terminal_goes_on_below(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No number is cut off, however many columns there are."""
+    asked = (
+        "replay api --duration 2 --qps 2 --instances 1 --policies round_robin --seeds 0,1 --jobs 1"
+    )
+    queue = ("--queue", "edf", "--batch-cap", "4", "--budget-ttft-s", "0.5,4")
+    assert call(monkeypatch, *asked.split(), *queue, width=80) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert said.count("round_robin") > 1
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_a_report_that_cannot_be_written_is_refused_at_once(
