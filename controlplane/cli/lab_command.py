@@ -169,7 +169,7 @@ def capacity(
 ) -> None:
     """Find how many instances a service level needs, under each policy.
 
-    Example: `multiplane lab capacity sample --policies multiplicative,round_robin`
+    Example: `multiplane lab capacity sample --ttft-p99 6 --policies multiplicative,round_robin`
     """
     from lab.replay_config import ReplayConfig
     from lab.replay_plan import Plan, parse_policies
