@@ -131,6 +131,8 @@ class Dispatcher:
             ready=fleet.ready if barred else None,
             allowed=fleet.allowed if barred else None,
             batch_cap=self.batch_cap,
+            weight=self._ledger.weight[:count],
+            backlog=self._ledger.backlog[:count],
         )
         known = added(hits, promised)
         asked = scoring.Request(

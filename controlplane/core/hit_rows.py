@@ -1,8 +1,8 @@
 """Hit tokens by row: what a match says of slots, as the array that scores are made of.
 
 Theory of operation. A match is a few (depth, mask) pairs, and only its first masks, of those who
-hold the system prompt, have many bits. The array of each of those is kept, so a prompt that begins
-alike costs a copy of it; whoever holds more is written one by one.
+hold the system prompt, have many bits. Where many of them end, the array of all of them is kept, so
+a prompt that begins alike costs a copy of it; whoever holds more is written one by one.
 
 Rows are those of one `SlotRows`, which never changes: where slots or rows do, a new one is made.
 """
@@ -43,30 +43,32 @@ class SlotRows:
         The array is not to be written to: others may be given the same one.
         """
         levels, row_of = match.levels, self._row_of
+        deepest = len(levels) - 1
         hits: IntArray | None = None
+        few: list[tuple[int, int, int]] = []
         for level, (depth, mask) in enumerate(levels):
             tokens = depth * block_tokens
-            if mask.bit_count() > SCATTER_BITS_MAX:
-                if hits is None:
-                    hits = self._all_of(mask, tokens)
-                    if len(levels) == 1:
-                        return hits
-                    hits = hits.copy()
-                    continue
-                # Deeper slots are written again below, so writing those that leave is enough.
-                leaving = mask ^ levels[level + 1][1] if level + 1 < len(levels) else mask
-                if leaving.bit_count() > SCATTER_BITS_MAX:
-                    np.maximum(hits, self._all_of(mask, tokens), out=hits)
-                    continue
-                mask = leaving
-            if hits is None:
-                hits = np.zeros(len(self._slots), np.int64)
-            while mask:
-                slot = mask.bit_length() - 1
-                mask ^= 1 << slot
+            # Who goes deeper is written there.
+            leaving = mask ^ levels[level + 1][1] if level < deepest else mask
+            left = leaving.bit_count()
+            if left <= SCATTER_BITS_MAX:
+                few.append((tokens, leaving, left))
+                continue
+            all_of = self._all_of(mask, tokens)
+            if not deepest:
+                return all_of
+            hits = all_of.copy() if hits is None else np.maximum(hits, all_of, out=hits)
+        if hits is None:
+            hits = np.zeros(len(self._slots), np.int64)
+        for tokens, leaving, left in few:
+            while left:
+                slot = leaving.bit_length() - 1
                 if slot < len(row_of) and (row := row_of[slot]) >= 0:
                     hits[row] = tokens
-        return np.zeros(len(self._slots), np.int64) if hits is None else hits
+                left -= 1
+                if left:
+                    leaving ^= 1 << slot
+        return hits
 
     def _all_of(self, mask: int, tokens: int) -> IntArray:
         """Return (rows,) `tokens` for rows whose slot is in a mask, 0 for others; read only."""

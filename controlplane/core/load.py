@@ -130,6 +130,8 @@ class Ledger:
         batch: (rows,) int64, requests assigned and unfinished.
         queued: (rows,) int64, prompt tokens booked and not yet computed.
         context: (rows,) int64, prompt tokens of unfinished requests.
+        weight: (rows,) float64, `batch` + 1: what scores are made of.
+        backlog: (rows,) float64, `queued`, likewise.
         peer_gaps: messages of peers that were lost.
         peers_refused: messages of routers beyond `peers_max`.
     """
@@ -140,6 +142,8 @@ class Ledger:
         self.batch: NDArray[np.int64] = np.zeros(16, np.int64)
         self.queued: NDArray[np.int64] = np.zeros(16, np.int64)
         self.context: NDArray[np.int64] = np.zeros(16, np.int64)
+        self.weight: NDArray[np.float64] = np.ones(16)
+        self.backlog: NDArray[np.float64] = np.zeros(16)
         self.peer_gaps = 0
         self.peers_refused = 0
         self._loads: dict[str, _Load] = {}
@@ -154,6 +158,8 @@ class Ledger:
             self.batch = np.pad(self.batch, (0, grow))
             self.queued = np.pad(self.queued, (0, grow))
             self.context = np.pad(self.context, (0, grow))
+            self.weight = np.pad(self.weight, (0, grow), constant_values=1.0)
+            self.backlog = np.pad(self.backlog, (0, grow))
         load = self._load(instance_id)
         if load.row >= 0:
             self._blank(load.row)
@@ -351,12 +357,16 @@ class Ledger:
         if known > load.known_max:
             load.known_max = known
         if load.row >= 0:
-            self.batch[load.row] = known + load.foreign
-            self.queued[load.row] = load.own_queued + load.peer_queued
+            batch = known + load.foreign
+            self.batch[load.row] = batch
+            self.weight[load.row] = batch + 1
+            queued = load.own_queued + load.peer_queued
+            self.queued[load.row] = self.backlog[load.row] = queued
             self.context[load.row] = load.own_context + load.peer_context
 
     def _blank(self, row: int) -> None:
         self.batch[row] = self.queued[row] = self.context[row] = 0
+        self.weight[row], self.backlog[row] = 1.0, 0.0
 
     def check(self, bookings: list[Booking]) -> None:
         """Assert that the sums equal their recomputation from the live bookings and peers."""
@@ -386,6 +396,8 @@ class Ledger:
         assert len(rows) == len(set(rows)), "two instances share a row"
         for column in (self.batch, self.queued, self.context):
             assert column.sum() == column[rows].sum(), "a row without an instance shows load"
+        assert (self.weight == self.batch + 1).all()
+        assert (self.backlog == self.queued).all()
 
 
 def _add(sums: dict[str, list[int]], instance_id: str, more: Sums) -> None:

@@ -57,19 +57,20 @@ class Multiplicative(msgspec.Struct, frozen=True):
     def score(self, view: FleetView, request: Request) -> FloatArray:
         """Return P^α × (B + 1)^β."""
         new = new_tokens(request)
-        p: Any = queued(view) + (new if self.moe_factor == 1.0 else new * self.moe_factor)
+        waiting = queued(view) if view.backlog is None else view.backlog
+        p: Any = waiting + (new if self.moe_factor == 1.0 else new * self.moe_factor)
         if view.network_tokens is not None:
             p = p + view.network_tokens
         if view.speed is not None:
             p = p / view.speed
         if self.smooth_tokens is not None:
             p = smoothed(p, self.smooth_tokens)
-        b: Any = view.batch_size + _ONE
+        b: Any = view.batch_size + _ONE if view.weight is None else view.weight
         if request.alpha != 1.0 or request.beta != 1.0:
             return _weighted(p, request.alpha, b, request.beta)
         if p.dtype == np.int64:
             return product(p, b)
-        scores: FloatArray = p * b
+        scores: FloatArray = np.multiply(p, b, out=p)
         return scores
 
 

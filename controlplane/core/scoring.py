@@ -51,6 +51,8 @@ class FleetView(msgspec.Struct, gc=False):
         batch_cap: instances with batch_size below it may get a request.
         speed: (n,) prefill speed relative to the fleet's reference, which has 1.0.
         network_tokens: (n,) network latency, as tokens the instance prefills in that time.
+        weight: (n,) batch_size + 1, where the owner keeps that, too; None: it is worked out.
+        backlog: (n,) queued_tokens, likewise; never negative.
     """
 
     batch_size: IntArray
@@ -63,6 +65,8 @@ class FleetView(msgspec.Struct, gc=False):
     batch_cap: int | None = None
     speed: FloatArray | None = None
     network_tokens: FloatArray | None = None
+    weight: FloatArray | None = None
+    backlog: FloatArray | None = None
 
     def __len__(self) -> int:
         """Return n, the number of instances."""
@@ -102,7 +106,7 @@ class Policy(Protocol):
         """What configuration, events and metrics call it."""
 
     def score(self, view: FleetView, request: Request) -> FloatArray:
-        """Return (n,) scores: the lowest is best, equal ones are equally good."""
+        """Return (n,) scores, the caller's own: the lowest is best, equal ones are equally good."""
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -150,13 +154,24 @@ def decide(view: FleetView, request: Request, policy: Policy, rotation: int) -> 
             candidates, ignored = without_those_that_leave_nobody(filters)
     scores = policy.score(view, request)
     ranked = scores if candidates is None else np.where(candidates, scores, _INFINITY)
-    best: float = ranked.item(ranked.argmin())
-    if isfinite(best):
-        tied = (ranked == best).nonzero()[0]
-    else:  # Scores beyond float64, as absurd exponents make them, say nothing.
+    first = int(ranked.argmin())
+    best: float = ranked.item(first)
+    if not isfinite(best):  # Scores beyond float64, as absurd exponents make them, say nothing.
         tied = np.arange(len(view)) if candidates is None else candidates.nonzero()[0]
+    elif _is_alone(ranked, first, best):
+        return Choice(first, best, policy.name, 1, scores, candidates, ignored, filters)
+    else:
+        tied = (ranked == best).nonzero()[0]
     index: int = tied.item(rotation % len(tied))
     return Choice(index, best, policy.name, len(tied), scores, candidates, ignored, filters)
+
+
+def _is_alone(ranked: FloatArray, first: int, best: float) -> bool:
+    """Whether only one row has the best score: to look for a second costs less than to compare."""
+    ranked[first] = _INFINITY
+    second: float = ranked.item(ranked.argmin())
+    ranked[first] = best
+    return second != best
 
 
 def without_those_that_leave_nobody(
