@@ -49,7 +49,13 @@ SHARED_MASKS_MAX = 65_536
 """Masks of several owners that are remembered so that equal ones are one object."""
 
 FORKS_MAX = 4_096
-"""First blocks of which it is remembered how deep the last prompt with it was shared."""
+"""First blocks of which it is remembered where slots dropped out of a prompt that began with it."""
+
+FORK_LOOKS_MAX = 32
+"""Blocks that are remembered of each."""
+
+FORK_SLOTS_MIN = 3
+"""A depth that fewer slots reach is a conversation's: the next prompt forks elsewhere."""
 
 KEY_BYTES = 48
 """An int of 64 bits as CPython allocates it: 36 bytes, in steps of 16."""
@@ -109,7 +115,7 @@ class PrefixIndex:
         self._gets: list[Callable[[BlockHash, int], int]] = [s.get for s in self._shards]
         self._blocks = 0
         self._shared: dict[int, int] = {}
-        self._forks: dict[BlockHash, int] = {}
+        self._forks: dict[BlockHash, tuple[int, ...]] = {}  # blocks to look at, deepest first
         # The pass in progress: which slots it erases, and the next shard.
         self._sweeping = 0
         self._sweep_shard = 0
@@ -314,21 +320,24 @@ class PrefixIndex:
             here &= live
         if not here:
             return NO_MATCH
-        fork = self._forks.get(first, 0)
         # Known sets right of `at`, where the set is `here`: (from, to at least, set), nearest last.
         ahead: list[tuple[int, int, int]] = []
-        for known in (count - 1, fork, fork - 1):
-            if 0 < known < count:
+        nearest = count
+        for known in (count - 1, *self._forks.get(first, ())):
+            if 0 < known < nearest:
+                nearest = known
                 block = hashes[known]
                 mask = gets[block >> shift](block, 0)
                 ahead.append((known, known, mask & live if hidden else mask))
         levels: list[tuple[int, int]] = []
-        at = 0
+        at, moved = 0, False
         while ahead:
             right, far, there = ahead.pop()
             if there is here or there == here:
                 at = far
                 continue
+            if right - at > 1:
+                moved |= here.bit_count() >= FORK_SLOTS_MIN
             # A next turn is new only at its end: a first look there halves more than the middle.
             middle = (at + 3 * right) >> 2
             while right - at > 1:
@@ -355,14 +364,22 @@ class PrefixIndex:
                 break
         else:
             levels.append((count, here))
-        if levels[0][0] != fork:
-            self._remember_fork(first, levels[0][0])
+        if moved:
+            self._remember_forks(first, levels)
         return Match(tuple(levels))
 
-    def _remember_fork(self, first: BlockHash, depth: int) -> None:
+    def _remember_forks(self, first: BlockHash, levels: list[tuple[int, int]]) -> None:
+        """Remember the blocks between which slots drop out, for prompts that begin alike."""
+        looks: set[int] = set()
+        for depth, mask in levels:
+            if mask.bit_count() >= FORK_SLOTS_MIN:
+                looks |= {depth - 1, depth}
+        # Several prompts that begin alike have their forks beside each other, while there is room.
+        known = looks.union(self._forks.pop(first, ()))
+        kept = known if len(known) <= FORK_LOOKS_MAX else looks
         if len(self._forks) >= FORKS_MAX:
             self._forks.clear()
-        self._forks[first] = depth
+        self._forks[first] = tuple(sorted(kept, reverse=True)[-FORK_LOOKS_MAX:])
 
     def holders(self, block: BlockHash) -> int:
         """Return the mask of live slots that hold a block, and with it all blocks before it."""
@@ -421,6 +438,7 @@ class PrefixIndex:
         assert self._sweeping & ~self._slots.dead == 0
         assert len(self._shared) <= SHARED_MASKS_MAX
         assert len(self._forks) <= FORKS_MAX
+        assert all(len(looks) <= FORK_LOOKS_MAX for looks in self._forks.values())
 
 
 def usable_blocks(prompt_tokens: int, block_size: int) -> int:

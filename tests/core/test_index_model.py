@@ -28,6 +28,8 @@ PARENT = {block: p[d - 1] if d else None for p in PROMPTS for d, block in enumer
 BOUNDS = (
     (index_module, "SHARED_MASKS_MAX"),
     (index_module, "FORKS_MAX"),
+    (index_module, "FORK_LOOKS_MAX"),
+    (index_module, "FORK_SLOTS_MIN"),
     (hit_rows_module, "MASKS_MAX"),
     (hit_rows_module, "SCATTER_BITS_MAX"),
 )
