@@ -104,7 +104,7 @@ class Ours:
             batch_cap=256,
         )
         # As the ledger of a router keeps them, booking by booking.
-        self.view.weight = self.view.batch_size + 1.0
+        self.view.weight = self.view.batch_size.astype(np.float64) + 1
         self.view.backlog = self.view.queued_tokens.astype(np.float64)
         self.policy = Multiplicative()
         self.turn = 0
