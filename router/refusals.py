@@ -212,40 +212,41 @@ def queue_full(waiting: int, wait_s: float) -> Refusal:
     )
 
 
+def _unavailable(
+    reason: str, message: str, code: str, retry_after_s: float = RETRY_AFTER_S
+) -> Refusal:
+    return Refusal(
+        503, reason, message, "service_unavailable", code=code, retry_after_s=retry_after_s
+    )
+
+
 def queue_timeout(waited_s: float, wait_s: float) -> Refusal:
     """Refuse a request that has waited for as long as any may."""
-    return Refusal(
-        503,
+    return _unavailable(
         "queue_timeout",
         f"no instance had room for this request in {waited_s:.0f} s",
-        "service_unavailable",
-        code="queue_timeout",
-        retry_after_s=wait_s,
+        "queue_timeout",
+        wait_s,
     )
 
 
 def too_late(wait_s: float) -> Refusal:
     """Refuse a request that would miss its deadline."""
-    return Refusal(
-        503,
+    return _unavailable(
         "deadline",
         "at the present load this request cannot be expected to be answered by its deadline; come "
         "back later, or give it a larger budget",
-        "service_unavailable",
-        code="deadline_unreachable",
-        retry_after_s=wait_s,
+        "deadline_unreachable",
+        wait_s,
     )
 
 
 def stopping() -> Refusal:
     """Refuse a request that still waits when the router ends."""
-    return Refusal(
-        503,
+    return _unavailable(
         "stopping",
         "this router is stopping; send the request again",
-        "service_unavailable",
-        code="stopping",
-        retry_after_s=RETRY_AFTER_S,
+        "stopping",
     )
 
 
@@ -267,27 +268,21 @@ def unread_prefix(reason: str, detail: str) -> Refusal:
 
 def reader_busy() -> Refusal:
     """Refuse a prefix that there is no time to read now."""
-    return Refusal(
-        503,
+    return _unavailable(
         "reader_busy",
         "too many long texts are being read at this router; send the prefix again",
-        "service_unavailable",
-        code="reader_busy",
-        retry_after_s=RETRY_AFTER_S,
+        "reader_busy",
     )
 
 
 def prefixes_away(problem: str) -> Refusal:
     """Refuse to change or show registrations that are out of reach."""
-    return Refusal(
-        503,
+    return _unavailable(
         "prefixes_away",
         f"registered prefixes are out of reach: {problem}; is NATS up, and `multiplane bus init` "
         "done? What was asked for may or may not have been done; sent again with the same "
         "Idempotency-Key it counts once",
-        "service_unavailable",
-        code="prefixes_unavailable",
-        retry_after_s=RETRY_AFTER_S,
+        "prefixes_unavailable",
     )
 
 
