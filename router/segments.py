@@ -145,10 +145,10 @@ class Cutter:
 
     def _starts(self, text: str) -> list[int]:
         """Return where the cuts are."""
+        # One letter is searched for some twenty times faster than a word or a pattern.
+        if not any(letter in text for letter in self._letters):
+            return []
         if self._pattern is not None:
-            # One letter is searched for some twenty times faster than a pattern.
-            if not any(letter in text for letter in self._letters):
-                return []
             return [match.start() for match in self._pattern.finditer(text)]
         found: list[int] = []
         for cut in self.cuts:

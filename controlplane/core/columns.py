@@ -30,10 +30,17 @@ _NARROWEST = tuple(
 )
 """The type of a column, by the bits of its largest number."""
 
+_WIDEST = np.dtype("<i8")
+
+FEW_ROWS = 8
+"""So few numbers are told as they are: to find the narrowest type costs more than it saves."""
+
 
 def pack(values: IntArray) -> bytes:
     """Return a column of numbers, none of them negative; of none, too: a fleet may be empty."""
-    largest = int(values[values.argmax()]) if len(values) else 0
+    if len(values) <= FEW_ROWS:
+        return values.astype(_WIDEST, copy=False).tobytes() if any(values.tolist()) else b""
+    largest = int(values[values.argmax()])
     return values.astype(_NARROWEST[largest.bit_length()]).tobytes() if largest else b""
 
 

@@ -122,17 +122,17 @@ class Decision(msgspec.Struct, frozen=True):
 
     def classes(self) -> list[ClassCoverage]:
         """Return the request's classes as the hotspot detector needs them."""
-        hashes = self.request.hashes
+        hashes, levels = self.request.hashes, self.match.levels
         found: list[ClassCoverage] = []
-        known: tuple[int, float | None, float | None] = (0, None, None)
+        blocks = len(hashes)
         reach = 0.0  # the depth down to which the same instances hold the prompt
         for depth in CLASS_DEPTHS:
-            if depth > len(hashes):
+            if depth > blocks:
                 break
             if depth > reach:
-                reach = next((down for down, _ in self.match.levels if down >= depth), inf)
-                known = self._coverage(depth)
-            found.append(ClassCoverage(hashes[depth - 1], depth, *known))
+                reach = next((down for down, _ in levels if down >= depth), inf)
+                holders, inside, outside = self._coverage(depth)
+            found.append(ClassCoverage(hashes[depth - 1], depth, holders, inside, outside))
         return found
 
     def _coverage(self, depth: int) -> tuple[int, float | None, float | None]:

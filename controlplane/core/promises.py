@@ -21,6 +21,7 @@ Bounds: `promises_max` promises and `blocks_max` blocks in their chains; the old
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
@@ -53,8 +54,9 @@ class Promises(Generic[Owner]):
         self.crowded_out = 0
         self._root: _Node[Owner] = _Node((), 0, 0, None)
         self._numbers = count(1)
-        # Oldest first: all last equally long, so this is the order in which they end, too.
-        self._promises: dict[int, tuple[_Node[Owner], Owner, float]] = {}
+        # Oldest first: all last equally long, so this is the order in which they end, too. (To find
+        # the first of a plain dict takes the longer the more were deleted before it.)
+        self._promises: OrderedDict[int, tuple[_Node[Owner], Owner, float]] = OrderedDict()
         self._blocks = 0
 
     def __len__(self) -> int:
