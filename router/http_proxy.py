@@ -8,7 +8,8 @@ made good elsewhere. From the first byte on, bytes pass through as they come.
     what went wrong, and when                            what follows
     before the first byte: POOL_FULL, CONNECT_FAILED,    `next_upstream(attempt, reason)`:
       RESET_…, FIRST_BYTE_TIMEOUT, a 5xx head              a key → sent there;
-                                                           None → the 5xx passes through, or 502/503
+                                                           None → the 5xx passes, or 502 or 503;
+                                                           LATER → the caller has it again
     before the first byte: BAD_RESPONSE                  502
     after it: STALLED, RESET_MID_STREAM, BAD_RESPONSE    the client's connection ends visibly
     4xx, at any time                                     passes through
@@ -17,10 +18,12 @@ made good elsewhere. From the first byte on, bytes pass through as they come.
 `next_upstream` is asked with the number of attempts that may have reached an engine: 1 and 2 for a
 retry, 3 for the fallback, the last instance that will be tried. An attempt of which nothing was
 sent (POOL_FULL, CONNECT_FAILED) is not among them: for up to `CONNECTING_S_MAX` from the first one,
-further instances are tried as long as `next_upstream` has any.
+further instances are tried as long as `next_upstream` has any. Where that says LATER, no instance
+has room: the forwarder is done with the request, whose client has heard nothing yet. The caller
+forwards it anew, with the number of attempts it was told, or answers it.
 
 `Observer` hears of each attempt's end, of the first byte, and, exactly once whatever happens, of
-the request's end, in that order and always last.
+the request's end, in that order and always last; not of the end of one that the caller has again.
 
 A response is framed for the client as the engine framed it, except that an HTTP/1.0 client, which
 knows no chunks, gets their content and the connection's end. A body that only the engine's
@@ -58,6 +61,10 @@ _METHODS_WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
 # Begins with a literal, which `re` searches for some ten times faster than for a choice.
 _CHUNK_BREAK: Final = re.compile(rb"\r\n[0-9A-Fa-f]{1,15}(?:;[^\r\n]*)?\r\n")
+
+
+LATER: Final = object()
+"""What `next_upstream` says in place of a key to have the request again."""
 
 
 class Outcome(StrEnum):
@@ -162,6 +169,7 @@ class Forwarder:
         request_lines: bytes = b"",
         response_lines: bytes = b"",
         first_byte_s: float | None = None,
+        attempts: int = 0,
     ) -> None:
         r"""Send `exchange` to the instance `key`, and see it through.
 
@@ -169,19 +177,22 @@ class Forwarder:
             exchange: an open one; if its client is gone already, this ends at once.
             key: the first instance to try.
             next_upstream: asked for another instance as the module says, given the attempt's
-                number, as the module counts them, and why the last one failed; None gives up.
+                number, as the module counts them, and why the last one failed; None gives up,
+                `LATER` takes the request back.
             observer: see `Observer`.
             body: in place of the client's.
             request_lines: header lines to add for the engine, each with its `\r\n`.
             response_lines: header lines to add for the client, the same.
             first_byte_s: in place of the pool's limit.
+            attempts: that may have reached an engine before.
         """
         if body is None:
             body = exchange.body
         head = self._request_head(exchange, body, request_lines)
-        _Forward(
+        forward = _Forward(
             self, exchange, head, body, next_upstream, observer, response_lines, first_byte_s
-        ).begin(key)
+        )
+        forward.begin(key, attempts)
 
     def _request_head(self, exchange: Exchange, body: bytes, lines: bytes) -> bytes:
         """Return the request line and header lines for the engine, each with its line end."""
@@ -223,6 +234,7 @@ class _Forward:
         "_started",
     )
 
+    _attempt: int  # how many may have reached an engine
     _key: Hashable
     _scanner: ChunkScanner  # when chunks must be taken apart
 
@@ -246,15 +258,15 @@ class _Forward:
         self._response_lines = response_lines
         self._first_byte_s = first_byte_s
         self._call: UpstreamCall | None = None
-        self._attempt = 0  # how many may have reached an engine
         self._refused_s: float | None = None
         self._response: ResponseHead | None = None
         self._started = False
         self._framed = True
         self._ended = False
 
-    def begin(self, key: Hashable) -> None:
+    def begin(self, key: Hashable, attempts: int) -> None:
         """Send the request to its first instance, unless the client has left."""
+        self._attempt = attempts
         self._key = key
         self._exchange.on_client_gone(self._client_gone)
         if not self._ended:
@@ -328,7 +340,7 @@ class _Forward:
         )
 
     def _retry(self, reason: Outcome) -> bool:
-        """Go on to another instance if there is one to be tried; say whether there is."""
+        """Go on to another instance, or hand the request back; False if it can only be answered."""
         if reason not in _UNSENT:
             self._attempt += 1
         elif self._refused_s is None:
@@ -348,7 +360,10 @@ class _Forward:
         if self._call is not None:
             self._call.cancel()
         self._end_attempt(reason, self._forwarder.clock())
-        self._send(key)
+        if key is LATER:
+            self._call, self._ended = None, True
+        else:
+            self._send(key)
         return True
 
     def _end_attempt(self, outcome: Outcome, now_s: float) -> None:

@@ -1,7 +1,8 @@
 """One request, from the moment it is whole to its end.
 
     start ──> read ──> begin ──> decided, booked, sent ──> first byte ──> ended
-                │        │         └─ anew, where an attempt fails before its first byte
+                │        │         └─ anew, where an attempt fails before its first byte,
+                │        │            at once or when there is room
                 └────────┴──> refused, or the client is gone
 
 Whatever happens, the end comes exactly once: it gives back the booking and the tenant's place,
@@ -28,7 +29,7 @@ from router.absence import no_instance
 from router.access_log import Entry
 from router.directory import Resolved, ServedModel
 from router.http_exchange import Exchange, State
-from router.http_proxy import RETRIES_MAX, Outcome
+from router.http_proxy import LATER, RETRIES_MAX, Outcome
 from router.instances import Key
 from router.prompt import Inexact, Prompt
 from router.reading import Rest, read
@@ -228,7 +229,7 @@ class Routing:
         body = self.exchange.body
         parsed, _ = read_body(self._endpoint, body)
         self._gate.settle(-self.request.prompt_tokens)
-        self._resolved = resolved
+        self._resolved, self._tried = resolved, ()
         self.start(Asked(parsed, len(body), is_heavy(parsed, body)))
 
     # --- the decision
@@ -262,7 +263,10 @@ class Routing:
         return instance
 
     def next_upstream(self, attempt: int, reason: Outcome) -> Hashable | None:
-        """Choose another instance after an attempt failed before its first byte."""
+        """Choose another instance after an attempt failed before its first byte.
+
+        Where others wait for room and nobody has any, it waits before them, to be sent then.
+        """
         assert self._ticket is not None
         failed = self._ticket.decision.instance.record.instance_id
         self._tried = (*self._tried, failed)
@@ -277,6 +281,8 @@ class Routing:
             self.wait.failed(now_s)
         self._attempt += 1
         self.router.metrics.retried(reason)
+        if self.wait is not None and self.wait.again(attempt, now_s):
+            return LATER
         instance = self._decide(now_s)
         return None if instance is None else self._key_of(instance)
 
@@ -395,7 +401,7 @@ class Routing:
             status=status,
             outcome=outcome,
             instance=ticket.decision.instance.record.instance_id if ticket is not None else "",
-            attempts=self._attempt + 1 if known else 0,
+            attempts=self._attempt + known,
             exact=known and self.request.exact,
             prompt_tokens=self.request.prompt_tokens if known else 0,
             hit_tokens=ticket.decision.hit if ticket is not None else 0,

@@ -301,14 +301,14 @@ class Router:
 
     def forward(self, exchange: Exchange, key: Key, routing: Routing) -> None:
         """Send a request to an instance, and to others if that fails."""
-        lines, trace, note = self._engine_lines, routing.trace, b""
+        lines, trace, wait, note, attempts = self._engine_lines, routing.trace, routing.wait, b"", 0
         hops = exchange.header(HOPS_HEADER)
         if hops is not None:
             lines = b"%b: %b, " % (HOPS_HEADER, hops) + lines.removeprefix(HOPS_HEADER + b": ")
         if trace is not None:
             lines += trace.line
-        if routing.wait is not None:
-            note = routing.wait.note
+        if wait is not None:
+            note, attempts = wait.note, wait.attempts
         self._forwarder.forward(
             exchange,
             key,
@@ -316,6 +316,7 @@ class Router:
             routing,
             request_lines=lines,
             response_lines=note,
+            attempts=attempts,
         )
 
     def spawn(self, reading: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -45,6 +45,7 @@ class Wait:
     Attributes:
         waited_s: how long it has waited in all, once it does no more.
         degraded: what it became to be in time; empty if it is what it was.
+        attempts: how many may have reached an engine (`router.http_proxy`) before it waited last.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Wait:
             "_room",
             "_routing",
             "_sent_s",
+            "attempts",
             "budget",
             "degraded",
             "held_s",
@@ -71,6 +73,7 @@ class Wait:
         self.service: Service | None = None
         self.waited_s: float = 0.0 if before is None else before.waited_s
         self.degraded: str = "" if before is None else before.degraded
+        self.attempts = 0
         self._routing = routing
         self._room = room
         self._leader: Leader | None = None
@@ -175,6 +178,11 @@ class Wait:
         if leader is not None:
             self._room.led(leader, False, now_s)
         self._room.freed()
+
+    def again(self, attempts: int, now_s: float) -> bool:
+        """Wait until another instance has room, after an attempt has failed; False if one has."""
+        self.attempts = attempts
+        return self._room.hold_again(self, now_s)
 
     def ended(self, good: bool, attempts: int, ttft_s: float | None, now_s: float) -> None:
         """Note that the request is over.

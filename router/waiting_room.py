@@ -9,6 +9,7 @@ first, which either lets it go on at once or keeps it:
       └── goes on               │ └── its client leaves, it is overdue, would be late, is displaced
                                 │
         freed (a booking ended) ──> the next in order goes on
+        hold_again ── its instance has failed, no other has room ──> queued, before all others
 
 While anybody waits the room looks around every `LOOK_S`: it predicts services anew in one batch,
 looks up prefix hits for some, gives up who is overdue or beyond hope, and sends on whoever has room
@@ -30,7 +31,7 @@ from controlplane.core.latency import Calibration, Estimator
 from controlplane.core.outlook import LOOK_S, Outlook
 from controlplane.core.queue import AdmissionQueue
 from controlplane.core.queue_lines import QueueConfig, Service, Waiting, group_of
-from controlplane.core.room import Room
+from controlplane.core.room import Again, Room
 from router import refusals
 from router.budgets import Budget
 from router.directory import ServedModel
@@ -48,11 +49,13 @@ class Guest(Protocol):
     Attributes:
         held_s: when it began to wait; None if it does not.
         pinned: the instance that it has waited for; empty for none.
+        waited_s: how long it has waited before.
         service: what was predicted of it last; None if nothing was.
     """
 
     held_s: float | None
     pinned: str
+    waited_s: float
     service: Service | None
 
     @property
@@ -166,7 +169,7 @@ class WaitingRoom:
         openings = None if len(queue) else self._room(guest.request.lora)
         if openings is not None and not openings.full:
             return False
-        waiting = self._waiting(guest, now_s)
+        waiting = self._waiting(guest, guest.request.lora, now_s)
         if openings is not None and not queue.waits(waiting, openings):
             return False
         roughly = self.estimator.roughly()
@@ -179,14 +182,32 @@ class WaitingRoom:
             self.drain(now_s)
         return True
 
-    def _waiting(self, guest: Guest, now_s: float) -> Waiting:
+    def hold_again(self, guest: Guest, now_s: float) -> bool:
+        """Keep a request whose instance has failed it; False if another one has room for it.
+
+        It goes on in a later turn of the loop, at the earliest.
+        """
+        queue, request = self.queue, guest.request
+        if queue is None:
+            return False
+        lane = Again(request.lora, request.tried)
+        if not queue.returned and self._room(lane) is not None:
+            return False
+        guest.service = self.estimator.roughly()
+        waiting = self._waiting(guest, lane, now_s - guest.waited_s)
+        queue.take_back(waiting, guest.service, now_s)
+        self._keep(guest, waiting, now_s)
+        self.freed()
+        return True
+
+    def _waiting(self, guest: Guest, lane: Hashable, since_s: float) -> Waiting:
         request, tenant, budget = guest.request, guest.tenant, guest.budget
         return Waiting(
             guest,
-            now_s,
+            since_s,
             tenant=tenant.name,
             weight=tenant.weight,
-            lane=request.lora,
+            lane=lane,
             ttft_by_s=guest.started_s + budget.ttft_s,
             total_by_s=guest.started_s + budget.total_s,
             tokens=request.prompt_tokens,
@@ -392,13 +413,13 @@ class WaitingRoom:
             found["model_version"] = self.estimator.learnt.model.version
         if self.queue is not None:
             now_s = time.monotonic()
-            oldest = next(iter(self.queue), None)
             found |= {
                 "order": self.queue.config.order,
                 "queued": len(self.queue),
                 "held": self.queue.held,
+                "returned": self.queue.returned,
                 "by_tenant": self.queue.counts(),
-                "oldest_s": 0.0 if oldest is None else now_s - oldest.arrived_s,
+                "oldest_s": max((now_s - each.arrived_s for each in self.queue), default=0.0),
                 "retry_after_s": self.queue.retry_after_s(now_s),
             }
         if self.coalescer is not None:

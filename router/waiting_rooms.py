@@ -83,6 +83,11 @@ class WaitingRooms:
             "Those of them that were passed over for a full instance that has their prefix.",
             labels=("model",),
         )
+        returned = Sample(
+            "queue_returned_requests",
+            "Those of them that were sent before, to an instance that failed.",
+            labels=("model",),
+        )
         nbytes = Sample("queue_bytes", "Bodies of requests that wait.", labels=("model",))
         following = Sample(
             "coalesce_followers", "Requests that wait for a prefix.", labels=("model",)
@@ -107,6 +112,7 @@ class WaitingRooms:
             if room.queue is not None:
                 queued.values[(model,)] = len(room.queue)
                 held.values[(model,)] = room.queue.held
+                returned.values[(model,)] = room.queue.returned
                 nbytes.values[(model,)] = room.queue.nbytes
                 learnt.values[(model,)] = room.estimator.source == "learnt"
             if room.coalescer is not None:
@@ -118,4 +124,5 @@ class WaitingRooms:
                     error.values[model, time_of] = found.error_s
         taken = Sample("latency_models_total", "Latency models, by use.", labels=("outcome",))
         taken.values.update(((outcome,), count) for outcome, count in self.counts.items())
-        yield from (queued, held, nbytes, following, leading, learnt, within, error, taken)
+        yield from (queued, held, returned, nbytes, following, leading)
+        yield from (learnt, within, error, taken)

@@ -139,7 +139,7 @@ class Dispatcher:
             request.prompt_tokens,
             known,
             capable=fleet.capable(request.lora),
-            untried=self._untried(request) if request.tried else None,
+            untried=fleet.untried(request.tried) if request.tried else None,
             cool=self._cool(request, hits),
             pinned=self._pinned(request) if request.pinned else None,
             alpha=request.alpha,
@@ -221,17 +221,9 @@ class Dispatcher:
                 promised[row] = more
         return promised
 
-    def _untried(self, request: RouteRequest) -> BoolArray:
-        untried = np.ones(len(self._fleet), np.bool_)
-        for instance_id in request.tried:
-            instance = self._fleet.get(instance_id)
-            if instance is not None:
-                untried[instance.row] = False
-        return untried
-
     def may_retry(self, request: RouteRequest) -> bool:
         """Whether an instance is left that a request may go to and has not tried."""
-        untried, undrained = self._untried(request), self._fleet.undrained
+        untried, undrained = self._fleet.untried(request.tried), self._fleet.undrained
         capable = self._fleet.capable(request.lora)
         for mask in (undrained, capable):
             if mask is not None:

@@ -17,7 +17,7 @@ if it was not healthy for as long, and after `departed_s` if its engine answered
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -266,6 +266,15 @@ class Fleet:
                 self._capable.clear()
             self._capable[lora] = mask
         return mask
+
+    def untried(self, tried: Iterable[str]) -> NDArray[np.bool_]:
+        """Return (rows,) who is not among some instances, the caller's own."""
+        untried = np.ones(len(self), np.bool_)
+        for instance_id in tried:
+            instance = self.get(instance_id)
+            if instance is not None:
+                untried[instance.row] = False
+        return untried
 
     def leaves_anybody(self, lora: str | None) -> bool:
         """Whether operators have left anybody who can serve the model, or an adapter of it."""

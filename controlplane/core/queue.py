@@ -7,7 +7,7 @@ requests waiting. Its turn comes once it has what its first request takes, and i
 is served. So of what is served while two tenants wait, each gets its weight's part, give or take
 one quantum and one longest prompt, whatever the others send.
 
-    add ──> waiting ──take──> to an instance
+    add ──> waiting ──take──> to an instance ──take_back──> waiting, before all others
                │ └──cancel──> gone: its client left
                └──expire, hopeless, displaced──> refused, or degraded and put back, by the caller
 
@@ -15,13 +15,18 @@ The queue is bounded. A newcomer for whom there is no room displaces the newest 
 tenant that is most above its share of the places, if its own tenant is below; else it is refused.
 Whoever is refused learns when what waits now will have been served, at the rate of late.
 
+Who was sent in vain, because its instance failed, is *taken back*: it waits before all others, in
+no line, is charged to no turn, and is held for nobody. No bound applies to it, so that nothing is
+lost that was accepted; newcomers find `requests_max` reached as long as it is with those that came
+back, so beyond that there are never more than were under way at once.
+
 Pure: `now_s` comes in. `check` derives everything anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -143,6 +148,7 @@ class AdmissionQueue:
         self.nbytes = 0
         self._numbers = 0
         self._waiting: OrderedDict[int, Waiting] = OrderedDict()
+        self._returned: dict[int, Waiting] = {}  # those of `_waiting` that were taken back
         self._tenants: dict[str, _Tenant] = {}
         self._ring: deque[_Tenant] = deque()
         self._hope: Any = SortedList()  # (hope_until_s, number) of those with a budget
@@ -152,7 +158,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Yield what waits, the oldest first."""
+        """Yield what waits, in the order of its coming."""
         return iter(self._waiting.values())
 
     def __contains__(self, waiting: Waiting) -> bool:
@@ -178,30 +184,53 @@ class AdmissionQueue:
             if displaced is None:
                 return waiting
             self.cancel(displaced)
+        self._begin(waiting, service, waiting.arrived_s)
+        return displaced
+
+    def _begin(self, waiting: Waiting, service: Service, now_s: float) -> None:
         waiting.number = self._numbers
         self._numbers += 1
-        waiting.expect(service, config.patience_s)
+        waiting.expect(service, self.config.patience_s)
         if not self._waiting:
-            self.rate.resume(waiting.arrived_s)
+            self.rate.resume(now_s)
         self._insert(waiting)
-        return displaced
+
+    def take_back(self, waiting: Waiting, service: Service, now_s: float) -> None:
+        """Let a request wait before all others, that was sent in vain; see the module's text.
+
+        Args:
+            waiting: in no queue; `arrived_s` is earlier than `now_s` by what it has waited before.
+            service: how long it is expected to take.
+        """
+        waiting.returned = True
+        self._begin(waiting, service, now_s)
 
     def put_back(self, waiting: Waiting) -> None:
         """Let one that was taken out wait on in its old place. O(n)."""
         self._insert(waiting)
         self._waiting = OrderedDict(sorted(self._waiting.items()))
+        self._returned = dict(sorted(self._returned.items()))
 
     def cancel(self, waiting: Waiting) -> bool:
         """Take a request out; False if it is not in."""
         if waiting not in self:
             return False
-        self._tenants[waiting.tenant].lines[waiting.lane].discard(waiting)
+        if not waiting.returned:
+            self._tenants[waiting.tenant].lines[waiting.lane].discard(waiting)
         self._removed(waiting)
         return True
 
     def _insert(self, waiting: Waiting) -> None:
         self._waiting[waiting.number] = waiting
         self.nbytes += waiting.size_bytes
+        if waiting.has_budget:
+            self._hope.add((waiting.hope_until_s, waiting.number))
+        if waiting.returned:
+            self._returned[waiting.number] = waiting
+        else:
+            self._line_up(waiting)
+
+    def _line_up(self, waiting: Waiting) -> None:
         tenant = self._tenants.get(waiting.tenant)
         if tenant is None:
             tenant = self._tenants[waiting.tenant] = _Tenant(waiting.tenant)
@@ -216,13 +245,19 @@ class AdmissionQueue:
         if line is None:
             line = tenant.lines[waiting.lane] = Line(self.config)
         line.add(waiting)
-        if waiting.has_budget:
-            self._hope.add((waiting.hope_until_s, waiting.number))
 
     def _removed(self, waiting: Waiting) -> None:
-        """Forget one that has left its line."""
+        """Forget one that has left its line, if it was in one."""
         del self._waiting[waiting.number]
         self.nbytes -= waiting.size_bytes
+        if waiting.has_budget:
+            self._hope.remove((waiting.hope_until_s, waiting.number))
+        if waiting.returned:
+            del self._returned[waiting.number]
+        else:
+            self._step_out(waiting)
+
+    def _step_out(self, waiting: Waiting) -> None:
         tenant = self._tenants[waiting.tenant]
         tenant.count -= 1
         if not tenant.lines[waiting.lane]:
@@ -230,8 +265,6 @@ class AdmissionQueue:
         if not tenant.count:
             del self._tenants[waiting.tenant]
             self._ring.remove(tenant)
-        if waiting.has_budget:
-            self._hope.remove((waiting.hope_until_s, waiting.number))
         if waiting.group is not None:
             group = self._groups[waiting.group]
             del group.members[waiting.number]
@@ -242,8 +275,13 @@ class AdmissionQueue:
         """Return the newest of the tenant most above its share; None if that is the newcomer's."""
         own = self._tenants.get(newcomer.tenant)
         own_count = 0 if own is None else own.count
-        most = max(self._tenants.values(), key=lambda tenant: tenant.count / tenant.weight)
-        if most is own or most.count / most.weight <= (own_count + 1) / newcomer.weight:
+        tenants = self._tenants.values()
+        most = max(tenants, key=lambda tenant: tenant.count / tenant.weight, default=None)
+        if (
+            most is None
+            or most is own
+            or most.count / most.weight <= (own_count + 1) / newcomer.weight
+        ):
             return None
         return max((line.newest for line in most.lines.values()), key=lambda w: w.number)
 
@@ -257,16 +295,22 @@ class AdmissionQueue:
         Complexity: O(log n) for one tenant, O(tenants) in all.
         """
         opened = _Opened(is_open)
-        if len(self._ring) == 1:
-            chosen = self._ring[0].choose(opened, now_s)
-        else:
-            chosen = self._next_in_round(opened, now_s)
+        chosen = self._first_returned(opened) if self._returned else None
         if chosen is None:
-            return None
-        self._tenants[chosen.tenant].lines[chosen.lane].served(chosen)
+            if len(self._ring) == 1:
+                chosen = self._ring[0].choose(opened, now_s)
+            else:
+                chosen = self._next_in_round(opened, now_s)
+            if chosen is None:
+                return None
+            self._tenants[chosen.tenant].lines[chosen.lane].served(chosen)
         self._removed(chosen)
         self.rate.note(now_s)
         return chosen
+
+    def _first_returned(self, opened: _Opened) -> Waiting | None:
+        able = (each for each in self._returned.values() if opened(each.lane) is not None)
+        return next(able, None)
 
     def _next_in_round(self, opened: _Opened, now_s: float) -> Waiting | None:
         """Return who is served next by deficit round robin, charged to its tenant."""
@@ -354,20 +398,24 @@ class AdmissionQueue:
                 continue
             waiting.expect(service, self.config.patience_s)
             waiting.hits = hits
+            if waiting.returned:
+                continue
             if waiting.group is not None:
                 self._groups[waiting.group].move_up(waiting)
             line = self._tenants[waiting.tenant].lines[waiting.lane]
             lines[id(line)] = line
         for line in lines.values():
             line.rebuild()
-        if lines:
-            self._hope = SortedList((w.hope_until_s, w.number) for w in self if w.has_budget)
+        self._hope = SortedList((w.hope_until_s, w.number) for w in self if w.has_budget)
 
     def expire(self, now_s: float) -> list[Waiting]:
         """Take out who has waited for as long as anybody may."""
-        overdue: list[Waiting] = []
+        longest_s = self.config.wait_s_max
+        overdue = [w for w in self._returned.values() if now_s - w.arrived_s >= longest_s]
         for waiting in self._waiting.values():
-            if now_s - waiting.arrived_s < self.config.wait_s_max:
+            if waiting.returned:
+                continue
+            if now_s - waiting.arrived_s < longest_s:
                 break
             overdue.append(waiting)
         for waiting in overdue:
@@ -406,22 +454,28 @@ class AdmissionQueue:
         """How many wait whose hold has begun. O(n)."""
         return sum(waiting.held_s < math.inf for waiting in self)
 
+    @property
+    def returned(self) -> int:
+        """How many wait that were taken back."""
+        return len(self._returned)
+
     def counts(self) -> dict[str, int]:
-        """Return how many requests of each tenant wait."""
-        return {name: tenant.count for name, tenant in self._tenants.items()}
+        """Return how many requests of each tenant wait. O(n)."""
+        return dict(Counter(waiting.tenant for waiting in self))
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert len(self) <= self.config.requests_max
+        assert len(self) - self.returned <= self.config.requests_max
         assert list(self._waiting) == sorted(self._waiting)
+        assert list(self._returned) == [w.number for w in self if w.returned]
         assert self.nbytes == sum(w.size_bytes for w in self)
         assert sorted(t.name for t in self._ring) == sorted(self._tenants)
         for name, tenant in self._tenants.items():
             assert tenant.count == sum(map(len, tenant.lines.values())) > 0
-            assert tenant.count == sum(w.tenant == name for w in self)
+            assert tenant.count == sum(w.tenant == name and not w.returned for w in self)
             for line in tenant.lines.values():
                 line.check()
         budgets = sorted((w.hope_until_s, w.number) for w in self if w.has_budget)
         assert list(self._hope) == budgets
         grouped = {number for group in self._groups.values() for number in group.members}
-        assert grouped == {w.number for w in self if w.group is not None}
+        assert grouped == {w.number for w in self if w.group is not None and not w.returned}

@@ -180,13 +180,14 @@ class Waiting:
             level of hits; it moves this one up, and counts as a hit nowhere else.
         held_s: when its hold began; infinite before.
         service: what was predicted last.
+        returned: it was sent before, in vain.
         looks: how often it was found beyond hope.
     """
 
     __slots__ = (
         *("arrived_s", "group", "grouped", "held_s", "hits", "hope_until_s", "lane", "looks"),
-        *("number", "payload", "service", "size_bytes", "start_by_s", "tenant", "tokens"),
-        *("total_by_s", "ttft_by_s", "weight"),
+        *("number", "payload", "returned", "service", "size_bytes", "start_by_s", "tenant"),
+        *("tokens", "total_by_s", "ttft_by_s", "weight"),
     )
 
     def __init__(
@@ -218,6 +219,7 @@ class Waiting:
         self.size_bytes = size_bytes
         self.group = group
         self.number = -1
+        self.returned = False
         self.looks = 0
         self.service = UNKNOWN
         self.start_by_s = self.hope_until_s = _INFINITY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,13 @@ from controlplane.core.latency import Estimator
 from controlplane.core.load import Ledger
 from controlplane.core.openings import ANYWHERE, Openings, mask_of
 from controlplane.core.scoring import BoolArray, without_those_that_leave_nobody
+
+
+class Again(NamedTuple):
+    """The lane of a request that comes back: its adapter, and the instances that have failed it."""
+
+    lora: str | None
+    tried: tuple[str, ...]
 
 
 class FleetLoad:
@@ -31,7 +39,9 @@ class FleetLoad:
 
 
 class Room:
-    """The room in one model's fleet under a batch cap; callable with a lane, an adapter's name.
+    """The room in one model's fleet under a batch cap; callable with a lane.
+
+    A lane is an adapter's name, or None without one; `Again` for a request that comes back.
 
     The same filters as a decision's, kind like those, so that a decision made when there is room
     finds it.
@@ -55,7 +65,7 @@ class Room:
     def __call__(self, lane: Hashable) -> Openings | None:
         """Return who has room, or `ANYWHERE` if nobody is to be waited for; None if nobody has."""
         count, cap = len(self._fleet), self._batch_cap
-        lora = lane if isinstance(lane, str) else None
+        lora, tried = _parted(lane)
         if cap is None or not count or not self._fleet.leaves_anybody(lora):
             return ANYWHERE
         below: BoolArray = self._ledger.batch[:count] < cap
@@ -64,7 +74,7 @@ class Room:
             return ANYWHERE
         if not free:
             return None
-        eligible = self._eligible(lora)
+        eligible = self._eligible(lora, tried)
         if eligible is None:
             eligible = np.ones(count, np.bool_)
         able = below & eligible
@@ -76,7 +86,7 @@ class Room:
             place_s, token_s = estimator.total_s.mean / cap, estimator.token_s.slope
         return Openings(mask_of(able, slots), mask_of(eligible & ~below, slots), place_s, token_s)
 
-    def _eligible(self, lora: str | None) -> BoolArray | None:
+    def _eligible(self, lora: str | None, tried: tuple[str, ...]) -> BoolArray | None:
         fleet = self._fleet
         filters: list[tuple[str, BoolArray]] = []
         if fleet.undrained is not None:
@@ -84,6 +94,8 @@ class Room:
         capable = fleet.capable(lora)
         if capable is not None:
             filters.append(("model", capable))
+        if tried:
+            filters.append(("tried", fleet.untried(tried)))
         if fleet.bars_anybody:
             filters += [
                 ("health", fleet.healthy),
@@ -104,3 +116,10 @@ class Room:
             max(int(queued.min()), 0),
             float(np.mean(usages)) if usages else 0.0,
         )
+
+
+def _parted(lane: Hashable) -> tuple[str | None, tuple[str, ...]]:
+    """Return a lane's adapter, and the instances that are none for it."""
+    if isinstance(lane, Again):
+        return lane.lora, lane.tried
+    return (lane if isinstance(lane, str) else None), ()

@@ -52,10 +52,29 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def add(self, **drawn: Any) -> None:
         """A request comes."""
+        one = self.request(self.now_s, drawn)
+        expected = self.naive.add(one)
+        assert self.real.add(one, Service(ttft_s=0.1, ttft_p99_s=0.3)) is expected
+
+    @rule(
+        tenant=st.sampled_from(sorted(WEIGHTS)),
+        lane=st.sampled_from(LANES),
+        budget_s=st.sampled_from([INFINITY, 0.5, 4.0]),
+        waited_s=st.sampled_from([0.0, 0.3, 59.9]),
+        group=st.sampled_from([None, 1]),
+    )
+    def take_back(self, waited_s: float, **drawn: Any) -> None:
+        """One comes back that an instance has failed, however many wait."""
+        one = self.request(self.now_s - waited_s, {"tokens": 9, "hits": (), "size": 50, **drawn})
+        self.naive.take_back(one)
+        self.real.take_back(one, Service(ttft_s=0.1, ttft_p99_s=0.3), self.now_s)
+
+    def request(self, arrived_s: float, drawn: dict[str, Any]) -> Waiting:
+        """Returns what was drawn as a request."""
         tenant = drawn["tenant"]
-        one = Waiting(
+        return Waiting(
             "payload",
-            self.now_s,
+            arrived_s,
             tenant=tenant,
             weight=WEIGHTS[tenant],
             lane=drawn["lane"],
@@ -65,8 +84,6 @@ class QueueMachine(RuleBasedStateMachine):
             size_bytes=drawn["size"],
             group=drawn["group"],
         )
-        expected = self.naive.add(one)
-        assert self.real.add(one, Service(ttft_s=0.1, ttft_p99_s=0.3)) is expected
 
     @precondition(lambda self: self.naive.waiting)
     @rule(data=st.data())
@@ -109,7 +126,8 @@ class QueueMachine(RuleBasedStateMachine):
         """Who waited too long, or hopes in vain, leaves."""
         self.now_s += passed_s
         config = self.real.config
-        late = [w for w in self.naive.waiting if self.now_s - w.arrived_s >= config.wait_s_max]
+        naive = (*self.naive.returned, *self.naive.lined)
+        late = [w for w in naive if self.now_s - w.arrived_s >= config.wait_s_max]
         assert self.real.expire(self.now_s) == late
         for one in late:
             self.naive.cancel(one)

@@ -19,6 +19,7 @@ class NaiveQueue:
     def __init__(self, config: QueueConfig) -> None:
         self.config = config
         self.waiting: list[Waiting] = []
+        self.returned: list[Waiting] = []
         self.turns: dict[tuple[str, Hashable], int] = {}
         self.ring: list[str] = []
         self.deficits: dict[str, float] = {}
@@ -31,13 +32,15 @@ class NaiveQueue:
             return newcomer
         displaced = None
         if len(self.waiting) >= self.config.requests_max:
-            loads = {each.tenant: self._load(each) for each in self.waiting}
+            if not self.ring:
+                return newcomer
+            loads = {each.tenant: self._load(each) for each in self.lined}
             most = max(self.ring, key=lambda name: loads[name])
-            own = sum(each.tenant == newcomer.tenant for each in self.waiting)
+            own = sum(each.tenant == newcomer.tenant for each in self.lined)
             if most == newcomer.tenant or loads[most] <= (own + 1) / newcomer.weight:
                 return newcomer
             displaced = max(
-                (each for each in self.waiting if each.tenant == most), key=lambda w: w.number
+                (each for each in self.lined if each.tenant == most), key=lambda w: w.number
             )
             self.cancel(displaced)
         self.waiting.append(newcomer)
@@ -46,8 +49,18 @@ class NaiveQueue:
             self.deficits[newcomer.tenant] = 0.0
         return displaced
 
+    def take_back(self, one: Waiting) -> None:
+        """Lets one wait before all others."""
+        self.waiting.append(one)
+        self.returned.append(one)
+
+    @property
+    def lined(self) -> list[Waiting]:
+        """Those that wait for their turn."""
+        return [each for each in self.waiting if each not in self.returned]
+
     def _load(self, one: Waiting) -> float:
-        return sum(each.tenant == one.tenant for each in self.waiting) / one.weight
+        return sum(each.tenant == one.tenant for each in self.lined) / one.weight
 
     def cancel(self, waiting: Waiting) -> None:
         """Takes one out."""
@@ -55,18 +68,21 @@ class NaiveQueue:
         self._forget(waiting)
 
     def _forget(self, gone: Waiting) -> None:
-        if not any(each.tenant == gone.tenant for each in self.waiting):
+        if gone in self.returned:
+            self.returned.remove(gone)
+            return
+        if not any(each.tenant == gone.tenant for each in self.lined):
             self.ring.remove(gone.tenant)
             del self.deficits[gone.tenant]
             self.in_turn.discard(gone.tenant)
-        if not any((each.tenant, each.lane) == (gone.tenant, gone.lane) for each in self.waiting):
+        if not any((each.tenant, each.lane) == (gone.tenant, gone.lane) for each in self.lined):
             self.turns.pop((gone.tenant, gone.lane), None)
 
     def choose(
         self, tenant: str, lane: Hashable, openings: Openings, now_s: float
     ) -> Waiting | None:
         """Returns whose turn it is in one line; None if those that count are held."""
-        line = [each for each in self.waiting if (each.tenant, each.lane) == (tenant, lane)]
+        line = [each for each in self.lined if (each.tenant, each.lane) == (tenant, lane)]
         first = self.turns.get((tenant, lane), 0) % self.config.k == 0
         order = self.config.order
         ordered = sorted(line, key=lambda w: (w.start_by_s if "edf" in order else 0, w.number))
@@ -121,6 +137,10 @@ class NaiveQueue:
 
     def take(self, room: Callable[[Hashable], Openings | None], now_s: float) -> Waiting | None:
         """Takes out whose turn it is, letting rounds pass one at a time."""
+        for one in self.returned:
+            if room(one.lane) is not None:
+                self.cancel(one)
+                return one
         if len(self.ring) == 1:
             one = self._chosen(self.ring[0], room, now_s)
         else:
@@ -137,7 +157,7 @@ class NaiveQueue:
         self, tenant: str, room: Callable[[Hashable], Openings | None], now_s: float
     ) -> Waiting | None:
         """Returns whose turn it is of one tenant."""
-        lanes = {each.lane for each in self.waiting if each.tenant == tenant}
+        lanes = {each.lane for each in self.lined if each.tenant == tenant}
         opened = [(lane, openings) for lane in lanes if (openings := room(lane)) is not None]
         chosen = [self.choose(tenant, lane, openings, now_s) for lane, openings in opened]
         able = [each for each in chosen if each is not None]
@@ -145,7 +165,7 @@ class NaiveQueue:
 
     def _head(self, tenant: str, room: Callable[[Hashable], Openings | None]) -> Waiting | None:
         """Returns the first of one tenant, in the order of its lines without hits."""
-        open_ones = [w for w in self.waiting if w.tenant == tenant and room(w.lane) is not None]
+        open_ones = [w for w in self.lined if w.tenant == tenant and room(w.lane) is not None]
         heads = {}
         for one in sorted(open_ones, key=lambda w: w.number):
             known = heads.setdefault(one.lane, one)
