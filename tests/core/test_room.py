@@ -1,4 +1,4 @@
-from controlplane.core.room import Room
+from controlplane.core.room import Again, Room
 from schemas.bus import Drain, LoadReport
 from tests.core.plane_helpers import plane, prompt, record, request
 
@@ -30,6 +30,19 @@ def test_an_adapter_has_room_only_where_it_is_served() -> None:
     assert room(None)
     assert not room("fr")
     assert room("unknown"), "the filter would leave nobody, and is ignored"
+
+
+def test_one_that_comes_back_has_room_where_it_has_not_failed() -> None:
+    """An instance that has failed it is none for it, unless nobody else is left."""
+    made = plane("a", batch_cap=1)
+    made.handle(record("b", loras=["fr"]), 0.0)
+    room = Room(made.fleet, made.ledger, 1)
+    made.ledger.book("r", "b", 10, 10, 0.0)
+    assert room(Again(None, ("b",)))
+    assert not room(Again(None, ("a",)))
+    assert not room(Again("fr", ("a",)))
+    assert room(Again(None, ("a", "b"))), "the filter would leave nobody, and is ignored"
+    assert not room(Again("fr", ("b",))), "likewise, and only the one that failed serves it"
 
 
 def test_without_a_cap_or_a_fleet_there_is_nothing_to_wait_for() -> None:
