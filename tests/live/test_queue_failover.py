@@ -13,7 +13,7 @@ from controlplane.http_client import HttpClient
 from lab.load import Answered, Planned, run_load
 from lab.stack import LocalStack, StackOptions
 from schemas import subjects
-from schemas.bus import RouteEvent, Routed, decode_route
+from schemas.bus import Routed, RouteEvent, decode_route
 from tests.live.chaos_rig import agree, eventually, logs
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(120)]
