@@ -15,8 +15,8 @@ Theory of operation. The breaker is a table of states and events; time is passed
     any        abandoned   the client left: nothing was learnt     same       next probe may go
 
 What counts is decided by `judge`: connection failures, resets, time-outs, nonsense and 5xx are
-failures; anything else the engine answered, 4xx included, shows that it works; a client that left
-or a full pool shows nothing.
+failures; anything else the engine answered, 4xx included, shows that it works; a client that left,
+a full pool or a router out of sockets shows nothing.
 
 Invariants: in HALF_OPEN one probe is out at a time, and one that is never reported (a lost call) is
 given up after `probe_s`, so no state is for ever; waits double up to `open_s_max`, and are short
@@ -72,6 +72,9 @@ class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     probe_s: float = 10.0
 
 
+_OURS: Final = frozenset({Outcome.CLIENT_GONE, Outcome.POOL_FULL, Outcome.NO_SOCKET})
+
+
 def judge(outcome: Outcome, status: int) -> Verdict:
     """Say what the end of an attempt tells of its instance.
 
@@ -79,7 +82,7 @@ def judge(outcome: Outcome, status: int) -> Verdict:
         outcome: how the attempt ended.
         status: the engine's status code, 0 if there was no answer.
     """
-    if outcome in (Outcome.CLIENT_GONE, Outcome.POOL_FULL):
+    if outcome in _OURS:
         return Verdict.ABANDONED
     if outcome == Outcome.COMPLETED and status < 500:
         return Verdict.SUCCESS

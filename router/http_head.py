@@ -3,8 +3,9 @@ r"""Strict parsing of HTTP/1.x heads, requests and responses alike; the only use
 A head is given whole, first byte to blank line, by whoever found `\r\n\r\n`. llhttp (inside
 httptools) checks the grammar; what it tolerates and a proxy must not is refused here, since any
 disagreement with the next hop about where a message ends is a smuggling hole: HTTP/0.9 and 2.0,
-absolute-form and authority-form targets, double spaces, transfer codings other than `chunked`,
-chunked bodies in HTTP/1.0, a missing or repeated Host. Upgrades are never accepted: as RFC 9110
+absolute-form and authority-form targets, CONNECT (whose answer would be a tunnel) and TRACE (which
+would show an engine's key), double spaces, transfer codings other than `chunked`, chunked bodies in
+HTTP/1.0, a missing or repeated Host. Upgrades are never accepted: as RFC 9110
 §7.8 allows, the request is served as HTTP/1.1 and the header is dropped.
 
 Parsing is the largest part of what a proxied request costs, and nearly every head has been seen
@@ -17,6 +18,7 @@ only if they are digits.
 
 from __future__ import annotations
 
+import re
 from typing import Final, TypeVar
 
 import httptools
@@ -46,6 +48,8 @@ _REWRITTEN_IN_REQUESTS: Final = frozenset({b"content-length", b"expect", b"host"
 _REWRITTEN_IN_RESPONSES: Final = frozenset({b"content-length"})
 _SINGLE: Final = (b"host", b"content-length", b"transfer-encoding", b"expect")
 _VERSIONS: Final = frozenset({b"HTTP/1.0", b"HTTP/1.1"})
+_NOT_SERVED: Final = frozenset({b"CONNECT", b"TRACE"})
+_match_reason: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*").fullmatch
 _BLANKS: Final = b" \t"
 
 # A few MiB of remembered heads at the most.
@@ -261,7 +265,7 @@ def _part_request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     """Return method, target and version of a request line that llhttp has let pass.
 
     Raises:
-        HeadError: 400 or 505, for what it should not have let pass.
+        HeadError: 400, 501 or 505, for what it should not have let pass.
     """
     parts = line.split(b" ")
     if len(parts) != 3 or parts[2] not in _VERSIONS:
@@ -271,6 +275,8 @@ def _part_request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     method, target, version = parts
     if not target.startswith(b"/") and not (target == b"*" and method == b"OPTIONS"):
         raise HeadError(400, "the request target must be a path that starts with '/'")
+    if method in _NOT_SERVED:
+        raise HeadError(501, "CONNECT and TRACE are not served here")
     if b"#" in target:
         raise HeadError(400, "the request target must not carry a fragment")
     return method, target, version
@@ -315,6 +321,8 @@ def parse_response_head(raw: bytes) -> tuple[ResponseHead, int | None]:
         lines += b"x-accel-buffering: no\r\n"
     status = parser.get_status_code()
     reason = raw[13 : raw.index(b"\r\n")]  # Perhaps empty; some leave out the space before it.
+    if status < 100 or not _match_reason(reason):
+        raise HeadError(502, "malformed status line")
     head = ResponseHead(
         status=status,
         headers=[header for header in headers if header[0] != b"content-length"],
@@ -324,6 +332,14 @@ def parse_response_head(raw: bytes) -> tuple[ResponseHead, int | None]:
         chunked=chunked,
     )
     return head, length
+
+
+def lines_end_in_crlf(part: bytes) -> bool:
+    """Whether a part of a head can become a whole one.
+
+    Who ends lines by LF alone never sends the blank line that ends a head, and would be waited for.
+    """
+    return part.count(b"\n") == part.count(b"\r\n") and b"\0" not in part
 
 
 def _is_event_stream(fields: dict[bytes, bytes]) -> bool:

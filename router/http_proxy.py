@@ -6,9 +6,9 @@ of an empty one): nothing has reached the client before that, so whatever goes w
 made good elsewhere. From the first byte on, bytes pass through as they come.
 
     what went wrong, and when                            what follows
-    before the first byte: POOL_FULL, CONNECT_FAILED,    `next_upstream(attempt, reason)`:
-      RESET_…, FIRST_BYTE_TIMEOUT, a 5xx head              a key → sent there;
-                                                           None → the 5xx passes, or 502 or 503;
+    before the first byte: POOL_FULL, NO_SOCKET,         `next_upstream(attempt, reason)`:
+      CONNECT_FAILED, RESET_…,                             a key → sent there;
+      FIRST_BYTE_TIMEOUT, a 5xx head                       None → the 5xx passes, or 502 or 503;
                                                            LATER → the caller has it again
     before the first byte: BAD_RESPONSE                  502
     after it: STALLED, RESET_MID_STREAM, BAD_RESPONSE    the client's connection ends visibly
@@ -17,7 +17,7 @@ made good elsewhere. From the first byte on, bytes pass through as they come.
 
 `next_upstream` is asked with the number of attempts that may have reached an engine: 1 and 2 for a
 retry, 3 for the fallback, the last instance that will be tried. An attempt of which nothing was
-sent (POOL_FULL, CONNECT_FAILED) is not among them: for up to `CONNECTING_S_MAX` from the first one,
+sent (the first three) is not among them: for up to `CONNECTING_S_MAX` from the first one,
 further instances are tried as long as `next_upstream` has any. Where that says LATER, no instance
 has room: the forwarder is done with the request, whose client has heard nothing yet. The caller
 forwards it anew, with the number of attempts it was told, or answers it.
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from router.cors import RESPONSE_HEADERS
 from router.http_chunks import ChunkScanner
 from router.http_exchange import connection_line
-from router.upstream_connection import ErrorKind
+from router.upstream_connection import BODILESS, ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -74,6 +74,7 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"
     STATUS_5XX = "status_5xx"  # of an attempt that was given up for another
     POOL_FULL = ErrorKind.POOL_FULL.value
+    NO_SOCKET = ErrorKind.NO_SOCKET.value
     CONNECT_FAILED = ErrorKind.CONNECT_FAILED.value
     RESET_BEFORE_FIRST_BYTE = ErrorKind.RESET_BEFORE_FIRST_BYTE.value
     FIRST_BYTE_TIMEOUT = ErrorKind.FIRST_BYTE_TIMEOUT.value
@@ -85,6 +86,7 @@ class Outcome(StrEnum):
 RETRYABLE: Final = frozenset(
     {
         Outcome.POOL_FULL,
+        Outcome.NO_SOCKET,
         Outcome.CONNECT_FAILED,
         Outcome.RESET_BEFORE_FIRST_BYTE,
         Outcome.FIRST_BYTE_TIMEOUT,
@@ -93,11 +95,12 @@ RETRYABLE: Final = frozenset(
 )
 
 
-_UNSENT: Final = frozenset({Outcome.POOL_FULL, Outcome.CONNECT_FAILED})
+_UNSENT: Final = frozenset({Outcome.POOL_FULL, Outcome.NO_SOCKET, Outcome.CONNECT_FAILED})
 
 # What a client is told when nothing else can be tried.
 _ANSWERS: Final[dict[Outcome, tuple[int, str]]] = {
     Outcome.POOL_FULL: (503, "the chosen instance has no connection to spare; retry later"),
+    Outcome.NO_SOCKET: (503, "this router has no connection to spare; retry later"),
     Outcome.CONNECT_FAILED: (502, "no instance could be reached; retry later"),
     Outcome.RESET_BEFORE_FIRST_BYTE: (502, "the instance dropped the request; retry later"),
     Outcome.FIRST_BYTE_TIMEOUT: (502, "the instance did not answer in time; retry later"),
@@ -434,14 +437,14 @@ class _Forward:
             if not RESPONSE_HEADERS.isdisjoint(response.fields):
                 forwarded = _without(forwarded, RESPONSE_HEADERS)
         http11 = exchange.head.http11
+        bodiless = exchange.head.method == b"HEAD" or response.status in BODILESS
         length = self._call.length if self._call is not None else None
         if length is not None:
             if response.status != 204:
                 lines += b"content-length: %d\r\n" % length
-        elif response.chunked and http11:
+        elif response.chunked and http11 and response.status not in BODILESS:
             lines += b"transfer-encoding: chunked\r\n"
         else:
-            bodiless = exchange.head.method == b"HEAD" or response.status in (204, 304)
             self._framed = bodiless
         if b"x-request-id" not in response.fields:
             lines += b"x-request-id: %b\r\n" % exchange.request_id

@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, cast
 
 from router.http_chunks import ChunkError, ChunkScanner
-from router.http_head import HeadError, RequestHead, RequestHeads
+from router.http_head import HeadError, RequestHead, RequestHeads, lines_end_in_crlf
 
 if TYPE_CHECKING:
     from router.limits import ServerLimits
@@ -127,7 +127,7 @@ class RequestReader:
         """Return where the held bytes' first head ends, or 0 if it is not whole.
 
         Raises:
-            HeadError: it is too long.
+            HeadError: it is too long, or cannot become a head.
         """
         held, header_bytes_max = self._held, self._limits.header_bytes_max
         if held.startswith(b"\r\n"):
@@ -137,6 +137,8 @@ class RequestReader:
             return stop + 4
         if len(held) >= header_bytes_max:
             raise HeadError(431, f"a request's head is limited to {header_bytes_max} B")
+        if not lines_end_in_crlf(held):
+            raise HeadError(400, "malformed request head: its lines must end in CRLF")
         self.awaiting = _HEAD if held else _IDLE
         return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable, Hashable
 from functools import cached_property
+from typing import Final
 
 from router.breaker import Breaker, BreakerPolicy, State, Verdict, judge
 from router.directory import Directory, ServedModel
@@ -21,6 +22,9 @@ Key = tuple[str, str]
 
 TellBreaker = Callable[[ServedModel, str, bool], None]
 """Tells a plane whether an instance's breaker is open."""
+
+RANK_HEADER: Final = b"x-data-parallel-rank"
+"""By which an engine with several data-parallel ranks is told the one that was chosen."""
 
 _CLOSED = State.CLOSED
 _FAILURE = Verdict.FAILURE
@@ -64,7 +68,7 @@ class Instances:
     def _put(self, key: Key, url: str, rank: int | None) -> None:
         address = parse_address(url)
         tls = self._tls if address.tls else None
-        header = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank
+        header = b"" if rank is None else b"%b: %d\r\n" % (RANK_HEADER, rank)
         self._pool.put(key, address.host, address.port, tls=tls, header_lines=header)
 
     @cached_property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from router.metrics import RequestMetrics, Sample, counted
 from router.plane_samples import plane_samples, tenant_samples
 from router.prefix_cache import PrefixCache
 from router.registration import Registration
+from router.server_tls import ServerTls
 from router.service import Router
 from router.tenant_peers import PeerUse
 from router.tokens import PromptReader
@@ -36,6 +36,8 @@ from router.watched_files import WatchedFiles
 from schemas.bus import ModelCard, RouteBatch, RouterLease
 
 if TYPE_CHECKING:
+    import ssl
+
     from router.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -116,10 +118,9 @@ class RouterProcess:
         self._files.add(self._access.paths, lambda: self._access.load(time.monotonic()))
         if not config.tls_cert_path:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        paths = (config.tls_cert_path, config.tls_key_path or config.tls_cert_path)
-        self._files.add(paths, lambda: context.load_cert_chain(*paths))
-        return context
+        tls = ServerTls(config.tls_cert_path, config.tls_key_path)
+        self._files.add(tls.paths, tls.load)
+        return tls.context
 
     def _peer_told(self, model: str, batch: RouteBatch, now_s: float) -> None:
         """Let what another router does count for its tenants here."""

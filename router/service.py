@@ -28,7 +28,7 @@ from router.directory import Directory, Resolved, ServedModel
 from router.event_path import EventPath
 from router.http_exchange import Exchange
 from router.http_proxy import Forwarder
-from router.instances import Instances, Key
+from router.instances import RANK_HEADER, Instances, Key
 from router.local_answers import PROBES, is_about_models, models, options
 from router.metrics import RequestMetrics
 from router.prefix_api import PrefixApi, is_about_prefixes
@@ -115,7 +115,7 @@ class Router:
             self.rooms = WaitingRooms(config, metrics)
         own_keys = access.asks_for_keys or bool(engine_key)
         dropped = (KEY_HEADERS if own_keys else frozenset()) | {TENANT_HEADER, HOPS_HEADER}
-        dropped |= BUDGET_HEADERS
+        dropped |= BUDGET_HEADERS | {RANK_HEADER}
         if tracer is not None:
             dropped |= {b"traceparent"}  # in place of which engines get this router's
         self._forwarder = Forwarder(pool, dropped_headers=dropped)

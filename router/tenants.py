@@ -89,6 +89,8 @@ def parse_tenants(text: str) -> dict[str, Tenant]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"this is no TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError("this is nested too deeply to be a list of tenants") from error
     if unknown := document.keys() - {"tenants"}:
         raise ConfigError(f"unknown table [{min(unknown)}]: tenants are tables [tenants.NAME]")
     tables = document.get("tenants", {})

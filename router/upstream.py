@@ -21,7 +21,7 @@ fresh one; nothing else is retried here (`router.http_proxy` retries on other in
 Deadlines are not timers: one tick looks at all calls. What a call waits for:
 
     stage                             bound           failure
-    connection                        connect_s       CONNECT_FAILED
+    connection                        connect_s       CONNECT_FAILED, NO_SOCKET if we have none
     request sent … first body byte    first_byte_s    FIRST_BYTE_TIMEOUT
     silence inside the body           stall_s         STALLED (not while paused by `pause`)
 
@@ -32,9 +32,10 @@ idle one is closed within a tick of `idle_time_s`; a call that has ended holds n
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from router.http_head import ResponseHeads
 from router.limits import UpstreamLimits
@@ -45,6 +46,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from router.http_head import ResponseHead
+
+# What this process or machine is out of: descriptors, memory for sockets, local ports.
+_OUR_FAULT: Final = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+)
 
 __all__ = ["ErrorKind", "Instance", "Sink", "UpstreamCall", "UpstreamPool"]
 
@@ -386,9 +392,9 @@ class UpstreamPool:
                 await self._loop.create_connection(
                     lambda: connection, instance.host, instance.port, ssl=instance.tls
                 )
-        except (OSError, TimeoutError):
+        except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
             connection.give_up()
-            self.failed(call, ErrorKind.CONNECT_FAILED)
+            self.failed(call, _kind_of(error))
             return
         if call.ended:
             instance.put_aside(connection, self.now_s)
@@ -426,3 +432,9 @@ class UpstreamPool:
             call.begun = True
             call.deadline_s = now_s + self.limits.stall_s
         return now_s >= call.deadline_s
+
+
+def _kind_of(error: OSError | ValueError) -> ErrorKind:
+    """Say whose fault it is that a connection could not be made."""
+    ours = isinstance(error, OSError) and error.errno in _OUR_FAULT
+    return ErrorKind.NO_SOCKET if ours else ErrorKind.CONNECT_FAILED

@@ -14,7 +14,10 @@ The bytes of a body go to the call's sink as they came, chunk framing included: 
 only to find their end. They are counted here, too, and the last of them kept for whoever reads
 them when all is over, as one function less to call for every token is felt. A connection is used
 again only if nothing speaks against it: the engine keeps it alive, the request was sent in full,
-and not a byte came after the answer's end.
+not a byte came after the answer's end, and none is to be feared: an engine may send the body all
+the same that an answer to HEAD announces and must not have, and the next call would read it.
+
+All heads of an answer together, interim ones too, may have `head_bytes_max`.
 
 A sink may cancel its call from within any callback; whatever follows a callback checks for that.
 """
@@ -26,7 +29,7 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Final
 
 from router.http_chunks import ChunkError, ChunkScanner, chunk_start
-from router.http_head import HeadError, ResponseHead
+from router.http_head import HeadError, ResponseHead, lines_end_in_crlf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +42,7 @@ _TRIM_EVERY_BYTES: Final = 2 * TAIL_BYTES_MAX
 
 # Below this a body is copied behind its head, to be sent by one cheap write.
 _JOIN_BYTES_MAX: Final = 64 * 1024
-_BODILESS: Final = frozenset({204, 304})
+BODILESS: Final = frozenset({204, 304})
 _RESPONSE_START: Final = b"HTTP/1."
 
 
@@ -47,6 +50,7 @@ class ErrorKind(StrEnum):
     """Why a call failed."""
 
     POOL_FULL = "pool_full"  # the instance has as many connections as it may
+    NO_SOCKET = "no_socket"  # this process has as many as it may, or the machine
     CONNECT_FAILED = "connect_failed"
     RESET_BEFORE_FIRST_BYTE = "reset_before_first_byte"
     FIRST_BYTE_TIMEOUT = "first_byte_timeout"
@@ -189,6 +193,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._held = b""
         self.heard = False
         self.state = _HEAD
+        self._left = self._pool.limits.head_bytes_max
         if len(call.body) < _JOIN_BYTES_MAX:
             self._transport.write(call.head + call.body)
         else:
@@ -229,22 +234,25 @@ class UpstreamConnection(asyncio.Protocol):
         """Read interim heads and the final one, and turn to the body."""
         call = self._call
         assert call is not None
+        start, most = 0, self._left
         while True:
-            stop = data.find(b"\r\n\r\n") + 4
+            stop = data.find(b"\r\n\r\n", start, most) + 4
             if stop < 4:
-                plausible = data.startswith(_RESPONSE_START[: len(data)])
-                if not plausible or len(data) > self._pool.limits.head_bytes_max:
+                data = data[start:]
+                if start + len(data) >= most or not _is_plausible(data):
                     self._fail(ErrorKind.BAD_RESPONSE)
-                self._held = data
+                    return
+                self._held, self._left = data, most - start
                 return
             try:
-                head, call.length = self._pool.heads.parse(data[:stop])
+                head, call.length = self._pool.heads.parse(data[start:stop])
             except HeadError:
                 self._fail(ErrorKind.BAD_RESPONSE)
                 return
-            data = data[stop:]
+            start = stop
             if head.status >= 200:
                 break
+        data = data[stop:]
         self._held = b""
         self._expect_body(call, head)
         call.sink.on_response_head(head)
@@ -259,8 +267,10 @@ class UpstreamConnection(asyncio.Protocol):
         """Set the state that fits the body which `head` announces (RFC 9112 §6.3)."""
         self._keep_alive = head.keep_alive
         self._on_data = call.sink.on_data
-        if call.bodiless or head.status in _BODILESS:
+        if call.bodiless or head.status in BODILESS:
             self.state, self._left = _LENGTH, 0
+            if head.chunked or call.length:
+                self._keep_alive = False
         elif head.chunked:
             self.state, self._scanner = _CHUNKED, ChunkScanner()
         elif call.length is not None:
@@ -333,3 +343,10 @@ class UpstreamConnection(asyncio.Protocol):
                 call.body_bytes = self._body_bytes + _TRIM_EVERY_BYTES - self._room_bytes
                 self._last = []
                 self._body_bytes, self._room_bytes = 0, _TRIM_EVERY_BYTES
+
+
+def _is_plausible(data: bytes) -> bool:
+    """Whether what has come so far can still become an answer's head."""
+    if not data.startswith(_RESPONSE_START[: len(data)]):
+        return False
+    return lines_end_in_crlf(data)

@@ -86,6 +86,7 @@ def test_openings_are_counted() -> None:
         (Outcome.BAD_RESPONSE, 0, Verdict.FAILURE),
         (Outcome.CLIENT_GONE, 200, Verdict.ABANDONED),
         (Outcome.POOL_FULL, 0, Verdict.ABANDONED),
+        (Outcome.NO_SOCKET, 0, Verdict.ABANDONED),
     ],
 )
 def test_judgement(outcome: Outcome, status: int, verdict: Verdict) -> None:

@@ -92,6 +92,8 @@ def test_upgrades_are_declined_by_ignoring_them(upgrade: bytes) -> None:
 REFUSED = {
     "absolute-form": (400, b"GET http://t/ HTTP/1.1\r\nHost: t\r\n\r\n"),
     "authority-form": (400, b"CONNECT t:80 HTTP/1.1\r\nHost: t\r\n\r\n"),
+    "CONNECT to a path": (501, b"CONNECT /v1/models HTTP/1.1\r\nHost: t\r\n\r\n"),
+    "TRACE": (501, b"TRACE /v1/models HTTP/1.1\r\nHost: t\r\n\r\n"),
     "asterisk without OPTIONS": (400, b"GET * HTTP/1.1\r\nHost: t\r\n\r\n"),
     "fragment": (400, b"GET /a#b HTTP/1.1\r\nHost: t\r\n\r\n"),
     "control in the target": (400, b"GET /\x01 HTTP/1.1\r\nHost: t\r\n\r\n"),

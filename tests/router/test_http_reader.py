@@ -78,6 +78,18 @@ def test_what_is_missing_is_known() -> None:
     assert read(reader) == [(b"/", b"abc")]
 
 
+@pytest.mark.parametrize(
+    "part", [b"GET / HTTP/1.1\nHost: t\n\n", b"\x16\x03\x01\0\xa5\1\0", b"GET / HTTP/1.1\r\nX: y\n"]
+)
+def test_what_cannot_become_a_head_is_not_waited_for(part: bytes) -> None:
+    """Lines that end in LF alone, or another protocol's bytes, are refused at once."""
+    reader = RequestReader(LIMITS, RequestHeads())
+    reader.feed(part)
+    with pytest.raises(HeadError) as caught:
+        reader.next()
+    assert (caught.value.status, "CRLF" in caught.value.message) == (400, True)
+
+
 def read_in_steps(raw: bytes, step: int) -> list[tuple[bytes, bytes]] | int:
     """Feed `raw` in steps; return the requests that came out, or the status of the refusal."""
     reader = RequestReader(LIMITS, RequestHeads())

@@ -123,6 +123,17 @@ async def test_without_keys_the_callers_authorization_goes_on() -> None:
         assert engine.received[-1].headers[b"authorization"] == b"Bearer sk-theirs"
 
 
+async def test_the_rank_is_the_routers_to_choose() -> None:
+    """A client cannot send its request to another rank than the one that was booked."""
+    async with ServiceRig() as rig:
+        engine = await rig.instance("a", dp_rank=1)
+        assert (await ask(rig, x_data_parallel_rank="7")).status == 200
+        head = engine.received[-1].head.lower()
+        assert [line for line in head.split(b"\r\n") if b"parallel" in line] == [
+            b"x-data-parallel-rank: 1"
+        ]
+
+
 async def test_a_tenant_at_its_limit_is_told_when_to_come_back(tmp_path: Path) -> None:
     """The second request of one gets a 429; the place is free again when the first ends."""
     async with guarded(tmp_path) as rig:

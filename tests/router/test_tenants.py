@@ -61,6 +61,7 @@ def test_a_full_table_is_read() -> None:
         ("[tenants.a]\ndegrade = 'shorten'", "degrade_max_tokens go together"),
         ("[tenants.a]\ndegrade_model = 'b'", "degrade_model go together"),
         ("[tenants.'a b']", r"name"),
+        ("[tenants.a]\nmodels = " + "[" * 10_000, "nested too deeply"),
         ("\n".join(f"[tenants.t{n}]" for n in range(TENANTS_MAX + 1)), "at most"),
     ],
 )
