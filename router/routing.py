@@ -428,6 +428,7 @@ class Routing:
                 cached_tokens=usage.cached_tokens,
                 output_tokens=output_estimate if estimated else usage.output_tokens,
                 output_estimated=estimated,
+                streamed=usage.streamed,
                 ttft_s=self._ttft_s,
                 started_s=self.started_s,
             )

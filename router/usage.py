@@ -1,4 +1,4 @@
-"""What an engine says that a request used, read from the end of its answer.
+"""What an engine says that a request used, and how it came, read from the end of its answer.
 
 The answer passes through unparsed; its last bytes hold the usage in each form that vLLM speaks:
 
@@ -30,6 +30,8 @@ _COUNT: Final = re.compile(
 )
 _EVENT: Final = b"data: "
 _DONE: Final = b"data: [DONE]"
+_EVENT_ENDS: Final = (b"\n\n", b"\n\n\r\n", b"\r\n\r\n")
+"""An empty line ends each event of a stream; the line end of the last chunk may follow it."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -39,21 +41,24 @@ class Usage(msgspec.Struct, frozen=True):
         prompt_tokens: of the whole prompt, cached ones included.
         cached_tokens: of these, the ones that were not computed.
         output_tokens: generated.
+        streamed: the answer came as a stream of events.
     """
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    streamed: bool = False
 
 
 NO_USAGE: Final = Usage()
+_STREAM_WITHOUT_USAGE: Final = Usage(streamed=True)
 
 
 def read_usage(tail: bytes) -> Usage:
     """Return the last usage that the end of an answer's body holds."""
-    at = tail.rfind(_USAGE)
+    at, streamed = tail.rfind(_USAGE), tail.endswith(_EVENT_ENDS)
     if at < 0:
-        return NO_USAGE
+        return _STREAM_WITHOUT_USAGE if streamed else NO_USAGE
     counts: dict[bytes, int] = {}
     for name, digits in _COUNT.findall(tail, at, at + _USAGE_BYTES_MAX):
         count = int(digits)
@@ -65,7 +70,7 @@ def read_usage(tail: bytes) -> Usage:
         # The Messages API counts as input only what was neither read from a cache nor written.
         prompt += counts[b"cache_read_input_tokens"] + counts.get(b"cache_creation_input_tokens", 0)
     output = counts.get(b"completion_tokens", counts.get(b"output_tokens"))
-    return Usage(prompt, cached, output)
+    return Usage(prompt, cached, output, streamed)
 
 
 def estimate_output_tokens(tail: bytes, body_bytes: int) -> int:

@@ -320,6 +320,7 @@ class Finished(Message, frozen=True, tag="finished"):
         ttft_s: from the request's arrival to its first byte.
         duration_s: from the booking to its end.
         before_s: from the request's arrival to the booking, failed attempts included.
+        streamed: the answer came as a stream of events, so that times per token can be told.
     """
 
     request_id: str
@@ -337,6 +338,7 @@ class Finished(Message, frozen=True, tag="finished"):
     tenant: str = ""
     output_estimated: bool = False
     before_s: Amount = 0.0
+    streamed: bool = False
 
 
 class RouterTotals(Message, frozen=True, tag="totals"):

@@ -441,6 +441,7 @@ class Dispatcher:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         output_estimated: bool = False,
+        streamed: bool = False,
         ttft_s: float | None = None,
         started_s: float | None = None,
     ) -> bool:
@@ -451,6 +452,7 @@ class Dispatcher:
             status: HTTP status that the client got, or that the attempt ended with; 0 if none.
             cached_tokens: prompt tokens that the engine says it had cached.
             output_estimated: that `output_tokens` are counted by a stream's events.
+            streamed: that the answer came as one.
             ttft_s: from `started_s` on.
             started_s: when the request came; with the booking, unless it is given.
         """
@@ -482,6 +484,7 @@ class Dispatcher:
                 tenant=decision.request.tenant,
                 output_estimated=output_estimated,
                 before_s=0.0 if started_s is None else max(booking.booked_s - started_s, 0.0),
+                streamed=streamed,
             )
         )
         return True

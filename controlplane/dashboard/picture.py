@@ -254,6 +254,7 @@ class Picture:
                 output_tokens=event.output_tokens,
                 ttft_s=event.ttft_s,
                 duration_s=event.before_s + event.duration_s,
+                streamed=event.streamed,
             )
             self.tenants.finished(event, now_s, ok=ok)
         self._say(end_data(event))

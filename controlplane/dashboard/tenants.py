@@ -47,6 +47,7 @@ class Tenants:
                 output_tokens=event.output_tokens,
                 ttft_s=event.ttft_s,
                 duration_s=event.before_s + event.duration_s,
+                streamed=event.streamed,
             )
 
     def rows(self, now_s: float) -> list[dict[str, Any]]:

@@ -10,9 +10,6 @@ import msgspec
 SAMPLES_A_SLOT = 256
 """Values kept of a slot; beyond it each has the same chance to be among those kept."""
 
-TPOT_S_MIN = 1e-4
-"""No engine makes tokens of one answer faster: what seems to came whole, as it was not streamed."""
-
 
 class Slot(msgspec.Struct):
     """What happened in one stretch of time.
@@ -78,11 +75,13 @@ class Windows:
         output_tokens: int | None,
         ttft_s: float | None,
         duration_s: float,
+        streamed: bool,
     ) -> None:
         """Count the end of a request.
 
         Args:
             ttft_s: from the request's arrival; `duration_s` likewise.
+            streamed: whether its tokens came one by one, so that there is a time per token.
         """
         slot = self.now(now_s)
         slot.ended += 1
@@ -94,12 +93,9 @@ class Windows:
         if ttft_s is None:
             return
         slot.sample("ttft_s", ttft_s, self._rng)
-        if output_tokens is None or output_tokens < 2:
-            return
-        # It would be negative for a router that does not tell how long a request waited.
-        tpot_s = (duration_s - ttft_s) / (output_tokens - 1)
-        if tpot_s >= TPOT_S_MIN:
-            slot.sample("tpot_s", tpot_s, self._rng)
+        # Later than the end is the first byte of a router that does not tell how long one waited.
+        if streamed and output_tokens is not None and output_tokens > 1 and duration_s >= ttft_s:
+            slot.sample("tpot_s", (duration_s - ttft_s) / (output_tokens - 1), self._rng)
 
     def last(self, now_s: float, seconds: float) -> list[Slot]:
         """Return the slots of the last so many seconds, the present one included."""

@@ -283,6 +283,7 @@ def test_ends_are_counted_with_their_times() -> None:
     """Failures count as such; an answer of one token has no time per token."""
     windows = Windows()
     usual: dict[str, Any] = {"prompt_tokens": 100, "cached_tokens": 60, "ttft_s": 0.1}
+    usual["streamed"] = True
     windows.ended(1.0, ok=True, output_tokens=11, duration_s=0.6, **usual)
     windows.ended(1.0, ok=True, output_tokens=1, duration_s=0.2, **usual)
     windows.ended(
@@ -293,6 +294,7 @@ def test_ends_are_counted_with_their_times() -> None:
         output_tokens=None,
         ttft_s=None,
         duration_s=1.0,
+        streamed=False,
     )
     slot = windows.now(1.0)
     assert (slot.ended, slot.failed, slot.output_tokens) == (3, 1, 12)
@@ -300,8 +302,10 @@ def test_ends_are_counted_with_their_times() -> None:
     assert slot.tpot_s == [pytest.approx(0.05)]
     windows.ended(1.0, ok=True, output_tokens=11, duration_s=0.09, **usual)
     assert len(slot.tpot_s) == 1, "the end before the first byte: a router that told too little"
+    windows.ended(1.0, ok=True, output_tokens=11, duration_s=2.0, **{**usual, "streamed": False})
+    assert len(slot.tpot_s) == 1, "its first byte is no sign of its first token"
     windows.ended(1.0, ok=True, output_tokens=11, duration_s=0.1003, **usual)
-    assert len(slot.tpot_s) == 1, "all at its first byte: an answer that was not streamed"
+    assert slot.tpot_s[1:] == [pytest.approx(0.00003)], "however fast"
 
 
 def test_time_per_token_leaves_out_what_a_request_waited() -> None:
@@ -310,6 +314,7 @@ def test_time_per_token_leaves_out_what_a_request_waited() -> None:
     ticket = tape.begin(1, 2)
     booked_s = ticket.booking.booked_s
     times = {"ttft_s": 3.2, "started_s": booked_s - 3.0, "output_tokens": 11}
+    times["streamed"] = True
     tape.plane.requests.finish(ticket, "ok", 200, booked_s + 0.7, 0.0, **times)
     tape.tell()
     heard(tape, picture)

@@ -48,6 +48,7 @@ async def test_a_stream_without_usage_is_told_by_its_events() -> None:
         finished = rig.of_kind(Finished)[0]
         assert finished.output_tokens == pytest.approx(40, rel=0.15)
         assert finished.output_estimated
+        assert finished.streamed
 
 
 async def test_the_body_reaches_the_engine_byte_for_byte() -> None:

@@ -25,10 +25,29 @@ MESSAGES = (
 )
 
 
-@pytest.mark.parametrize("tail", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("tail", [CHAT, RESPONSES + b"\n\n", MESSAGES])
 def test_all_forms_mean_the_same(tail: bytes) -> None:
     """Prompt, cached and generated tokens are found whatever they are called."""
-    assert read_usage(tail) == Usage(12, 8, 3)
+    assert read_usage(tail) == Usage(12, 8, 3, streamed=tail != CHAT)
+
+
+@pytest.mark.parametrize(
+    ("tail", "streamed"),
+    [
+        (b"data: [DONE]\n\n", True),
+        (b"data: [DONE]\n\n\r\n", True),  # the line end of its last chunk
+        (b"data: [DONE]\r\n\r\n", True),
+        (b"data: [DONE]\r\n\r\n\r\n", True),
+        (b'{"usage":null}', False),
+        (b'{"text":"data: x\\n\\n"}\r\n', False),
+        (b"{\n}\n", False),
+        (b"{\n}\n\r\n", False),
+        (b"", False),
+    ],
+)
+def test_a_stream_ends_with_an_empty_line(tail: bytes, streamed: bool) -> None:
+    """With chunks or without; JSON does not, however it is written."""
+    assert read_usage(tail).streamed == streamed
 
 
 def test_the_last_usage_counts() -> None:

@@ -173,6 +173,13 @@ SAMPLES: dict[str, tuple[Callable[[bytes | memoryview], Any], dict[str, msgspec.
                 1_700_000_000.25,
                 [bus.Finished("q", "a", "ok", 200, 0.0, ttft_s=3.2, duration_s=0.5, before_s=3.0)],
             ),
+            "a stream": bus.RouteBatch(
+                "router-1",
+                5,
+                104,
+                1_700_000_000.25,
+                [bus.Finished("q", "a", "ok", 200, 0.0, output_tokens=120, streamed=True)],
+            ),
             "barest events": bus.RouteBatch(
                 "router-1",
                 5,
