@@ -8,6 +8,8 @@ A lost message would leave requests in flight for ever. `RouterTotals`, a few ti
 that: they say how many requests a router has in all, and of more than so many the oldest have
 ended unheard. A router that is silent for `lease_s` has nothing in flight any more.
 
+A request's id is its client's to choose, so many at once may have the same: each of them counts.
+
 Pure: `now_s` comes in.
 """
 
@@ -83,20 +85,25 @@ class PeerUse:
         self._changed.add(event.tenant)
         if event.attempt == 0:
             self._tokens[event.tenant] += event.prompt_tokens or 0
-        self._end(peer, event.request_id)
-        peer.requests[event.request_id] = event.tenant
+        key = event.request_id, event.tenant
+        peer.requests[key] = peer.requests.get(key, 0) + 1
+        peer.running += 1
         self.running[event.tenant] += 1
         self._forget(peer, REQUESTS_MAX)
 
     def _finished(self, peer: _Peer, event: Finished) -> None:
         self._changed.add(event.tenant)
         self._tokens[event.tenant] += event.output_tokens or 0
-        self._end(peer, event.request_id)
+        self._end(peer, (event.request_id, event.tenant))
 
-    def _end(self, peer: _Peer, request_id: str) -> None:
-        tenant = peer.requests.pop(request_id, None)
-        if tenant is None:
+    def _end(self, peer: _Peer, key: tuple[str, str]) -> None:
+        count = peer.requests.pop(key, 0)
+        if not count:
             return
+        if count > 1:
+            peer.requests[key] = count - 1
+        peer.running -= 1
+        tenant = key[1]
         self._changed.add(tenant)
         self.running[tenant] -= 1
         if not self.running[tenant]:
@@ -104,16 +111,17 @@ class PeerUse:
 
     def _forget(self, peer: _Peer, most: int) -> None:
         """Forget the oldest requests of a router beyond so many."""
-        while len(peer.requests) > most:
+        while peer.running > most:
             self._end(peer, next(iter(peer.requests)))
 
 
 class _Peer:
-    """One router's requests for one model, by id, the oldest first."""
+    """One router's requests for one model, by id and tenant, about the oldest first."""
 
-    __slots__ = ("epoch", "heard_s", "requests")
+    __slots__ = ("epoch", "heard_s", "requests", "running")
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.heard_s = 0.0
-        self.requests: dict[str, str] = {}
+        self.requests: dict[tuple[str, str], int] = {}
+        self.running = 0

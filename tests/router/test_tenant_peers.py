@@ -53,6 +53,18 @@ def test_a_retry_is_one_request() -> None:
     assert use.take_changes() == {"acme": (1, 10)}
 
 
+def test_requests_of_one_id_are_as_many_as_there_are() -> None:
+    """A client that gives all its requests the same id does not get past its tenant's limit."""
+    use = PeerUse("a", 2.0)
+    use.told("m", batch(*[routed(1)] * 5, routed(1, "umbrella")), 0.0)
+    assert use.running == {"acme": 5, "umbrella": 1}
+    retry = finished(1, outcome="retried", output=0), routed(1, attempt=1)
+    use.told("m", batch(*retry, finished(1, "umbrella"), finished(1)), 0.0)
+    assert use.running == {"acme": 4}
+    use.told("m", batch(totals(2)), 0.0)
+    assert use.running == {"acme": 2}
+
+
 def test_own_messages_and_old_incarnations_are_ignored() -> None:
     """What this router did it knows itself; what a dead process said is void."""
     use = PeerUse("a", 2.0)
