@@ -3,7 +3,9 @@
 Lines are gathered and handed to a thread now and then, so that neither a slow disk nor a stalled
 pipe holds up requests. While a write is under way at most `LINES_BYTES_MAX` wait; lines beyond
 that are dropped and counted. A file that was renamed or removed is opened anew (log rotation needs
-no signal); several processes may append to the same one, since each write is of whole lines.
+no signal); several processes may append to the same one, since each write is of whole lines. Where
+a full disk has cut one, the next begins on a line of its own. A write that never ends, to a pipe
+that nobody reads, does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import asyncio
 import logging
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from queue import SimpleQueue
 from typing import Final
 
 import msgspec
@@ -23,6 +26,8 @@ LINES_BYTES_MAX: Final = 4_000_000
 STDOUT: Final = "-"
 
 _FLUSH_S: Final = 0.5
+_CLOSE_S_MAX: Final = 2.0
+"""How long a file may take for what is left when the log is closed."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -85,9 +90,14 @@ class AccessLog:
         self._waiting_bytes = 0
         self._due: asyncio.Handle | None = None
         self._failing = False
-        self._writing: asyncio.Future[bool] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="access-log")
+        self._torn = False  # the file ends in the middle of a line of ours
+        self._writing = 0  # lines handed over
+        self._written = asyncio.Event()
+        self._orders: SimpleQueue[bytes | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
+        # A daemon, as an executor's threads are waited for when the process ends.
+        self._thread = threading.Thread(target=self._work, name="access-log", daemon=True)
+        self._thread.start()
 
     def add(self, entry: Entry) -> None:
         """Take an entry; it is written within half a second if the file keeps up."""
@@ -102,50 +112,74 @@ class AccessLog:
             self._due = self._loop.call_later(_FLUSH_S, self._flush)
 
     async def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write what is left, as far as the file takes it in time, and close the file."""
         if self._due is not None:
             self._due.cancel()
-        while self._waiting or self._writing is not None:
-            if self._writing is None:
-                self._flush()
-            assert self._writing is not None
-            await asyncio.wait([self._writing])
-        self._thread.shutdown()
+        try:
+            async with asyncio.timeout(_CLOSE_S_MAX):
+                while self._waiting or self._writing:
+                    self._flush()
+                    self._written.clear()
+                    await self._written.wait()
+        except TimeoutError:
+            lost = self._writing + len(self._waiting)
+            self.dropped += lost
+            logger.error("the access log %s takes nothing: %d lines are lost", self._path, lost)
+            return
+        self._orders.put(None)
+        self._thread.join()
         if self._path != STDOUT:
             os.close(self._fd)
 
     def _flush(self) -> None:
         """Hand over what waits, unless the write before is still under way."""
         self._due = None
-        if self._writing is not None:
+        if self._writing:
             return
         lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        self._writing = self._loop.run_in_executor(self._thread, self._write, b"".join(lines))
-        self._writing.add_done_callback(lambda done: self._written(done, len(lines)))
+        self._writing = len(lines)
+        self._orders.put(b"".join(lines))
 
-    def _written(self, done: asyncio.Future[bool], lines: int) -> None:
-        self._writing = None
-        if not done.result():
-            self.dropped += lines
-        if self._waiting:
+    def _was_written(self, lost: int) -> None:
+        """Note the end of a write, and how many of its lines are lost."""
+        self._writing = 0
+        self.dropped += lost
+        self._written.set()
+        if self._waiting and self._due is None:
             self._due = self._loop.call_soon(self._flush)
 
-    def _write(self, data: bytes) -> bool:
-        """Write whole lines, in the log's own thread; returns whether it could."""
+    # In the log's own thread.
+
+    def _work(self) -> None:
+        """Write what is handed over, until there is nothing more."""
+        while (data := self._orders.get()) is not None:
+            lost = self._write(data)
+            if self._loop.is_closed():
+                return  # Nobody waited for this any more.
+            self._loop.call_soon_threadsafe(self._was_written, lost)
+
+    def _write(self, data: bytes) -> int:
+        """Write whole lines; returns how many could not be written."""
+        left = memoryview(data)
         try:
             if self._path != STDOUT and _was_moved(self._path, self._fd):
                 moved, self._fd = self._fd, _open(self._path)
                 os.close(moved)
-            left = memoryview(data)
+                self._torn = False
+            if self._torn:
+                os.write(self._fd, b"\n")
+                self._torn = False
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError as error:
             if not self._failing:
                 logger.error("the access log %s cannot be written: %s", self._path, error)
             self._failing = True
-            return False
+            done = len(data) - len(left)
+            self._torn = self._torn or data[done - 1 : done] not in (b"", b"\n")
+            return data.count(b"\n", done)
         self._failing = False
-        return True
+        return 0
 
 
 def _open(path: str) -> int:

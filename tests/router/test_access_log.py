@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,6 +113,60 @@ async def test_a_file_that_cannot_be_written_is_told_once(
     await log.close()
     assert [line["request_id"] for line in lines(path)] == ["r4"]
     assert log.dropped == 3
+
+
+@pytest.mark.slow
+async def test_a_line_that_a_full_disk_cut_spoils_no_other(tmp_path: Path) -> None:
+    """What fits is there, what was cut is counted, and the next line begins anew."""
+    path = tmp_path / "log"
+    log = AccessLog(str(path))
+    log.add(entry(0))
+    await until(lambda: has(path, 1))
+    size = path.stat().st_size
+    with no_larger_files(2 * size + size // 2):
+        for number in range(1, 5):
+            log.add(entry(number))
+        await until(lambda: log.dropped)
+    log.add(entry(5))
+    await log.close()
+    first, second, cut, last = path.read_text().splitlines()
+    assert [json.loads(line)["request_id"] for line in (first, second, last)] == ["r0", "r1", "r5"]
+    assert first.startswith(cut[:6])
+    assert log.dropped == 3
+
+
+@contextmanager
+def no_larger_files(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.slow
+def test_a_pipe_that_nobody_reads_does_not_keep_the_process(tmp_path: Path) -> None:
+    """The log gives up after a while, counts what is lost, and the process ends."""
+    program = (
+        "import asyncio\n"
+        "from router import access_log\n"
+        "from tests.router.test_access_log import entry\n"
+        "access_log._CLOSE_S_MAX = 0.1\n"
+        "async def main():\n"
+        "    log = access_log.AccessLog('-')\n"
+        "    for number in range(1000): log.add(entry(number))\n"
+        "    await log.close()\n"
+        "    assert log.dropped == 1000\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.wait(20.0) == 0
+        assert process.stderr is not None
+        assert b"takes nothing: 1000 lines are lost" in process.stderr.read()
 
 
 async def test_a_log_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
