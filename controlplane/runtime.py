@@ -21,8 +21,9 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
     """Run a service on uvloop until it ends; returns its exit status.
 
     Args:
-        main: gets an event that is set by the first SIGTERM or SIGINT; a second signal ends the
-            process at once.
+        main: gets an event that is set by the first SIGTERM or SIGINT; a second one ends the
+            process at once. SIGHUP, where it is not ignored as under `nohup`, sets it too, unless
+            `main` gives it another meaning.
     """
 
     async def guarded() -> int:
@@ -37,6 +38,8 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, asked)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, stop.set)
         return await main(stop)
 
     raise_file_limit()

@@ -28,22 +28,16 @@ async def supervise(
     pool = UpstreamPool(config.upstream)
     admin = HttpServer(SupervisorAdmin(supervisor, pool), config.server)
     admin_address = await admin.start(config.admin_host, config.admin_port)
-    renewals: set[asyncio.Task[None]] = set()
-
-    def renew() -> None:
-        if not renewals:
-            task = asyncio.create_task(supervisor.renew())
-            renewals.add(task)
-            task.add_done_callback(renewals.discard)
-
+    wanted = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, wanted.set)
     try:
         await supervisor.start()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, renew)
+        wanted.clear()  # All are new.
+        renewing = asyncio.create_task(_renew(supervisor, wanted))
         started(supervisor, admin_address)
         await stop.wait()
         logger.info("stopping: running requests get up to %.0f s", config.stop_grace_s)
-        for task in renewals:
-            task.cancel()
+        renewing.cancel()
         await supervisor.stop()
     except WorkerError as error:
         logger.error("%s", error)
@@ -52,6 +46,14 @@ async def supervise(
         await admin.stop(grace_s=0.0)
         await pool.close()
     return 0
+
+
+async def _renew(supervisor: Supervisor, wanted: asyncio.Event) -> None:
+    """Replace all workers whenever that is wanted; once more if it is while they are replaced."""
+    while True:
+        await wanted.wait()
+        wanted.clear()
+        await supervisor.renew()
 
 
 def run_workers(config: RouterConfig, workers: int, log_level: str, started: Started) -> int:

@@ -65,14 +65,17 @@ class Worker:
         Raises:
             WorkerError: it does not.
         """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_BYTES_MAX,
-            pass_fds=(order.stdout,),
-            start_new_session=True,  # Ctrl-C is the supervisor's to pass on
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "router.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE_BYTES_MAX,
+                pass_fds=(order.stdout,),
+                start_new_session=True,  # Ctrl-C is the supervisor's to pass on
+            )
+        except OSError as error:  # no memory, no descriptors, no more processes
+            raise WorkerError(f"no process can be started: {error}", 1) from error
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -137,6 +140,7 @@ class Supervisor:
         self._log_level = log_level
         self._stdout = os.dup(sys.stdout.fileno())
         self._keepers: list[asyncio.Task[None]] = []
+        self._leaving: set[asyncio.Task[int]] = set()
         self._generation = 0
 
     async def start(self) -> None:
@@ -157,14 +161,23 @@ class Supervisor:
         self._keepers = [asyncio.create_task(self._keep(place)) for place in self.places]
 
     async def stop(self) -> None:
-        """End all workers."""
+        """End all workers, those that have been replaced too."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        within_s = self._config.stop_grace_s + _STOP_MARGIN_S
-        workers = [place.worker for place in self.places if place.worker is not None]
-        await asyncio.gather(*(worker.stop(within_s) for worker in workers))
+        for place in self.places:
+            if place.worker is not None:
+                self._let_go(place.worker)
+        await asyncio.gather(*self._leaving)
         os.close(self._stdout)
+
+    def _let_go(self, worker: Worker) -> asyncio.Task[int]:
+        """Ask a worker to end; it has time for what it has begun, whoever waits for that."""
+        within_s = self._config.stop_grace_s + _STOP_MARGIN_S
+        task = asyncio.create_task(worker.stop(within_s))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        return task
 
     async def renew(self) -> None:
         """Replace every worker by a new one, one after the other, without losing a request."""
@@ -178,7 +191,7 @@ class Supervisor:
                     continue
                 before, place.worker = place.worker, successor
             if before is not None:
-                await before.stop(self._config.stop_grace_s + _STOP_MARGIN_S)
+                await asyncio.shield(self._let_go(before))
             logger.info("worker %d has been replaced", place.number)
 
     def _order(self, place: Place) -> WorkerOrder:
@@ -202,7 +215,8 @@ class Supervisor:
                 status = await worker.ended()
                 if loop.time() - since_s > LIVED_LONG_S:
                     wait_s = WAIT_S_MIN
-                logger.error("worker %d ended with status %d", place.number, status)
+                if place.worker is worker:
+                    logger.error("worker %d ended with status %d", place.number, status)
             async with place.changing:
                 if place.worker is not worker:
                     continue  # It was replaced.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import resource
+import signal
 
-from controlplane.runtime import raise_file_limit
+from controlplane.runtime import raise_file_limit, run
 
 
 def test_a_process_may_open_as_many_files_as_the_machine_lets_it() -> None:
@@ -16,3 +19,31 @@ def test_a_process_may_open_as_many_files_as_the_machine_lets_it() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_hangup_stops_a_service_as_a_termination_does() -> None:
+    """What runs is finished; many of them end nothing at once, as a second SIGTERM would."""
+
+    async def main(stop: asyncio.Event) -> int:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await stop.wait()
+        return 7
+
+    assert run(main) == 7
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """Whoever was started by nohup outlives the terminal."""
+
+    async def main(stop: asyncio.Event) -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return int(stop.is_set())
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(main) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,144 @@
+"""The supervisor, with workers that do nothing but live and die as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router import supervised, supervisor
+from router.config import RouterConfig
+from router.supervisor import Supervisor, WorkerError
+from tests.router.service_rig import until
+
+pytestmark = pytest.mark.slow  # each starts some processes
+
+# Says that it serves; when it is to stop, it has something to finish, and says when it has.
+WORKER = """#!{python} -IS
+import json, os, signal, sys, time
+sys.stdin.readline()
+def stop(*_):
+    time.sleep({busy_s})
+    open("{folder}/%d" % os.getpid(), "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+port = ["127.0.0.1", 1]
+print(json.dumps({{"router_id": "w", "pid": os.getpid(), "address": port, "admin_address": port}}))
+sys.stdout.flush()
+while True: signal.pause()
+"""
+
+Executable = Callable[[float], Path]
+
+
+@pytest.fixture
+def executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executable:
+    """Make workers of a program that takes so long to stop; returns where it is."""
+    python = sys.executable
+    monkeypatch.setattr(supervisor, "WAIT_S_MIN", 0.02)
+    monkeypatch.setattr(supervisor, "WAIT_S_MAX", 0.02)
+
+    def make(busy_s: float) -> Path:
+        path = tmp_path / "worker"
+        path.write_text(WORKER.format(python=python, busy_s=busy_s, folder=tmp_path))
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+        return path
+
+    return make
+
+
+def config() -> RouterConfig:
+    """Settings that a supervisor can pass on; port 0 is of no concern to these workers."""
+    return RouterConfig(bus_url="nats://127.0.0.1:1", admin_port=0, stop_grace_s=5.0)
+
+
+def pids(kept: Supervisor) -> list[int]:
+    """The processes at a supervisor's places; 0 for none."""
+    return [0 if place.worker is None else place.worker.ready.pid for place in kept.places]
+
+
+def finished(folder: Path) -> set[str]:
+    """The processes that have finished what they had to."""
+    return {path.name for path in folder.glob("[0-9]*")}
+
+
+async def test_a_machine_out_of_processes_costs_no_place(
+    executable: Executable, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that dies while no process can be started is replaced once one can."""
+    program = executable(0.0)
+    kept = Supervisor(config(), 1)
+    await kept.start()
+    hidden = program.rename(program.with_name("hidden"))
+    (before,) = pids(kept)
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: caplog.text.count("no process can be started") > 1)
+    hidden.rename(program)
+    await until(lambda: pids(kept)[0])
+    assert pids(kept) != [before]
+    await kept.stop()
+    assert "ended with status -9" in caplog.text
+
+
+async def test_a_start_without_processes_is_an_error(executable: Executable) -> None:
+    """It is told as what it is, and ends the supervisor."""
+    executable(0.0).unlink()
+    kept = Supervisor(config(), 2)
+    with pytest.raises(WorkerError, match="no process can be started"):
+        await kept.start()
+
+
+async def test_a_stop_waits_for_those_that_were_replaced(
+    executable: Executable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that still has streams when its supervisor is stopped finishes them, too."""
+    executable(0.4)
+    kept = Supervisor(config(), 1)
+    await kept.start()
+    (before,) = pids(kept)
+    renewing = asyncio.create_task(kept.renew())
+    await until(lambda: pids(kept) != [before])
+    (after,) = pids(kept)
+    renewing.cancel()
+    await kept.stop()
+    assert finished(tmp_path) == {str(before), str(after)}
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_signal_during_a_renewal_is_not_lost(
+    executable: Executable, tmp_path: Path
+) -> None:
+    """Whoever asks while workers are replaced gets them replaced once more, and only once."""
+    executable(0.2)
+    stop, seen = asyncio.Event(), list[int]()
+    kept: list[Supervisor] = []
+    running = asyncio.create_task(
+        supervised.supervise(config(), 1, "info", stop, lambda found, _: kept.append(found))
+    )
+    await until(lambda: kept)
+
+    def another() -> bool:
+        seen.extend(pid for pid in pids(kept[0]) if pid not in seen)
+        return len(seen) == wanted
+
+    wanted = 1
+    await until(another)
+    os.kill(os.getpid(), signal.SIGHUP)
+    wanted = 2
+    await until(another)
+    for _ in range(5):
+        os.kill(os.getpid(), signal.SIGHUP)
+    wanted = 3
+    await until(another)
+    await until(lambda: len(finished(tmp_path)) == 2)
+    for _ in range(5):
+        await asyncio.sleep(0)  # in which a third renewal would begin
+    assert kept[0]._generation == 2
+    stop.set()
+    assert await running == 0
