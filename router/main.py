@@ -16,6 +16,7 @@ import msgspec
 from controlplane import runtime
 from controlplane.bus import connect
 from controlplane.bus.protocol import Bus
+from controlplane.reminders import Reminders
 from router.access import Access
 from router.access_log import AccessLog
 from router.admin import Admin
@@ -108,6 +109,7 @@ class RouterProcess:
         self._admin = HttpServer(Admin(self.router), config.server)
         self._watching: asyncio.Task[None] | None = None
         self._learning: asyncio.Task[None] | None = None
+        self._reminders = Reminders()
         self._registration: Registration | None = None
         self._predicting: asyncio.Task[NoReturn] | None = None
         self._registering: asyncio.Task[NoReturn] | None = None
@@ -193,7 +195,8 @@ class RouterProcess:
             problem += "; is NATS up, and `multiplane bus init` done?"
             self._directory.learning = problem
             waits = "listening on the shared port" if self.config.reuse_port else "taking requests"
-            logger.warning("not %s until the bus has told of instances: %s", waits, problem)
+            if self._reminders.due(problem, time.monotonic()):
+                logger.warning("not %s until the bus has told of instances: %s", waits, problem)
             if not until_known:
                 return
         if not await self.events.caught_up(within_s):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import NoReturn
 
 from controlplane.bus.protocol import Bus, BusError
+from controlplane.reminders import Reminders
 from router.config import RouterConfig
 from router.directory import ServedModel
 from router.metrics import RequestMetrics, Sample
@@ -49,6 +51,7 @@ class WaitingRooms:
 
     async def follow(self, bus: Bus) -> NoReturn:
         """Use the latency models that are published, for ever."""
+        reminders = Reminders()
         while True:
             for model, room in list(self._rooms.items()):
                 try:
@@ -61,7 +64,10 @@ class WaitingRooms:
                     logger.debug("the latency model of %s: %s", model, error)
                 except (RemoteError, ValueError) as error:
                     self.counts["unusable"] += 1
-                    logger.warning("the latency model of %s is of no use: %s", model, error)
+                    if reminders.due(str(error), time.monotonic(), model):
+                        logger.warning("the latency model of %s is of no use: %s", model, error)
+                else:
+                    reminders.over(model)
             await asyncio.sleep(self._config.latency_poll_s)
 
     def forget(self, model: str) -> None:

@@ -27,6 +27,7 @@ import msgspec
 
 from controlplane.bus.protocol import Bucket, Bus, BusError
 from controlplane.bus.setup import create_missing
+from controlplane.reminders import Reminders
 from schemas import subjects
 from schemas.bus import decode_instance
 from schemas.codec import RemoteError, encode
@@ -111,6 +112,7 @@ class SidecarService:
     async def _watch(self) -> None:
         """Follow the engine's life."""
         waiting_since_s = said_s = time.monotonic()
+        reminders = Reminders()
         while True:
             try:
                 await self._http.check_health()
@@ -133,7 +135,8 @@ class SidecarService:
                 if self.state == "ready" and self._failures >= self.config.health_failures_max:
                     self.lose(str(error))
             except SourceError as error:
-                logger.error("the engine's KV events cannot be followed: %s", error)
+                if reminders.due(str(error), time.monotonic()):
+                    logger.error("the engine's KV events cannot be followed: %s", error)
             every_s = self.config.health_s
             away = self.state in ("starting", "stopped")
             await asyncio.sleep(min(every_s, _RETRY_S) if away else every_s)

@@ -21,6 +21,7 @@ from controlplane.detector.lease import Lease
 from controlplane.predictor.config import PredictorConfig
 from controlplane.predictor.learning import learn
 from controlplane.predictor.model import ObservedModel
+from controlplane.reminders import Reminders
 from schemas import subjects
 from schemas.bus import decode_latency_model, decode_load, decode_route
 from schemas.codec import RemoteError, encode
@@ -62,6 +63,7 @@ class PredictorService:
             clock=clock,
         )
         self._bus = bus
+        self._reminders = Reminders()
         self._mailbox = Mailbox(
             self._take_in, self.counts, messages_max=config.messages_max, slice_s=config.slice_s
         )
@@ -167,7 +169,10 @@ class PredictorService:
             model.estimator.use(decode_latency_model(data))
         except (RemoteError, ValueError) as error:
             self.counts["undecodable"] += 1
-            logger.warning("the published model of %s is of no use: %s", model.name, error)
+            if self._reminders.due(str(error), time.monotonic(), model.name):
+                logger.warning("the published model of %s is of no use: %s", model.name, error)
+        else:
+            self._reminders.over(model.name)
 
     async def _train(self) -> None:
         """Compare and train whenever it is time."""

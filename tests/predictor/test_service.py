@@ -98,7 +98,7 @@ async def test_one_of_two_leads_and_the_other_follows() -> None:
         await eventually(lambda: second.models[MODEL].published, within_s=20.0)
 
 
-async def test_nonsense_on_the_bus_is_counted() -> None:
+async def test_nonsense_on_the_bus_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Undecodable messages, unusable models and surplus models do no harm."""
     async with rig() as plane:
         objects = await plane.bus.objects(subjects.PREDICTORS)
@@ -110,6 +110,8 @@ async def test_nonsense_on_the_bus_is_counted() -> None:
         await eventually(lambda: service.counts["models_refused"])
         await eventually(lambda: service.counts["undecodable"] == 2)
         assert list(service.models) == [MODEL]
+        await service._read(service.models[MODEL])
+        assert caplog.text.count("is of no use") == 1, "at first; and then now and again"
 
 
 async def test_messages_are_bounded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -67,13 +68,16 @@ async def test_on_a_shared_port_a_router_without_the_bus_leaves_clients_to_the_o
         await rig.instance("a")
         bus = rig.broker.bus()
         bus.cut()
-        shared = {"reuse_port": True, "router_id": "other", "join_s_max": 0.1}
+        shared: dict[str, Any] = {"reuse_port": True, "router_id": "other", "join_s_max": 0.1}
         other = RouterProcess(msgspec.structs.replace(rig.process.config, **shared), bus)
         starting = asyncio.create_task(other.start())
         await until(lambda: other.admin_address[1])
         admin = "http://{}:{}".format(*other.admin_address)
         assert (await rig.http.get(f"{admin}/debug/state"))["models"] == {}
-        await until(lambda: caplog.text.count("not listening on the shared port") == 3)
+        await until(lambda: "not listening on the shared port" in caplog.text)
+        later_s = time.monotonic() + 5 * shared["join_s_max"]
+        await until(lambda: time.monotonic() > later_s)
+        assert caplog.text.count("not listening on the shared port") == 1, "for now"
         assert not starting.done()
         assert not other.address[1]
         bus.heal()
