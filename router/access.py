@@ -6,7 +6,8 @@ that has checked its users itself) may name another one in `X-Multiplane-Tenant`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,18 @@ class FileError(ConfigError):
         super().__init__(f"{path}: {problem}")
         self.path = path
         self.problem = problem
+
+
+class FilesError(ConfigError):
+    """What keeps files of keys and tenants from being used.
+
+    Attributes:
+        problems: of each file that has one.
+    """
+
+    def __init__(self, problems: Sequence[FileError]) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = tuple(problems)
 
 
 class Access:
@@ -85,21 +98,21 @@ class Access:
         """Read both files; what is in use stays in use.
 
         Raises:
-            FileError: a file cannot be read or used; nothing has changed.
+            FilesError: one or both cannot be read or used; nothing has changed.
         """
         tenants, keys = {DEFAULT: ANYBODY}, None
-        try:
-            path = self._tenants_path
-            if path:
-                tenants |= parse_tenants(_text(path))
-            path = self._keys_path
-            if path:
-                keys = parse_keys(_text(path))
-                tenants |= self._implied(keys, tenants)
-        except ConfigError as error:
-            raise FileError(path, str(error)) from error
-        except OSError as error:
-            raise FileError(path, error.strerror or str(error)) from error
+        problems: list[FileError] = []
+        if self._tenants_path:
+            with _noted(problems, self._tenants_path):
+                tenants |= parse_tenants(_text(self._tenants_path))
+        tenants_known = not problems
+        if self._keys_path:
+            with _noted(problems, self._keys_path):
+                keys = parse_keys(_text(self._keys_path))
+                if tenants_known:
+                    tenants |= self._implied(keys, tenants)
+        if problems:
+            raise FilesError(problems)
         self._keys = keys
         self._configure(tenants, now_s)
 
@@ -146,6 +159,17 @@ class Access:
         key = presented(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
         owner = None if key is None else self._keys.tenant_of(key)
         return bad_key(key is not None) if owner is None else self._gates[owner]
+
+
+@contextmanager
+def _noted(problems: list[FileError], path: str) -> Iterator[None]:
+    """Add to the problems what keeps a file from being used."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(FileError(path, str(error)))
+    except OSError as error:
+        problems.append(FileError(path, error.strerror or str(error)))
 
 
 def _text(path: str) -> str:

@@ -364,15 +364,18 @@ def _check_files(config: RouterConfig) -> None:
 
 def _check_callers(config: RouterConfig) -> None:
     """See that the files of keys and tenants can be used. Raises UsageError."""
-    from router.access import Access, FileError
+    from router.access import Access, FilesError
 
     try:
         Access(config.keys_path, config.tenants_path).load(0.0)
-    except FileError as error:
-        flag, wanted = "--api-keys", "a file of API keys, `KEY TENANT` a line"
-        if error.path != config.keys_path:
-            flag, wanted = "--tenants", "a TOML file of tables [tenants.NAME]"
-        raise UsageError(f"{flag} {error}; give {wanted}") from error
+    except FilesError as error:
+        mistakes = []
+        for problem in error.problems:
+            flag, wanted = "--api-keys", "a file of API keys, `KEY TENANT` a line"
+            if problem.path != config.keys_path:
+                flag, wanted = "--tenants", "a TOML file of tables [tenants.NAME]"
+            mistakes.append(f"{flag} {problem}; give {wanted}")
+        raise UsageError("; ".join(mistakes)) from error
 
 
 def _check_shared(config: RouterConfig) -> None:

@@ -181,3 +181,13 @@ def test_a_private_key_that_is_missing_is_told_by_its_own_flag(
     flags = ["--tls-cert", str(files / "two"), "--tls-key", str(files / "missing")]
     line = said(monkeypatch, capsys, [*ROUTER.split(), *flags])
     assert line.startswith(f"multiplane: --tls-key {files / 'missing'}: No such file")
+
+
+def test_each_of_two_bad_files_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """Keys and tenants belong together, and so do their mistakes."""
+    flags = ["--api-keys", str(files / "empty"), "--tenants", str(files / "two")]
+    line = said(monkeypatch, capsys, [*ROUTER.split(), *flags])
+    assert f"--tenants {files / 'two'}: this is no TOML" in line
+    assert f"--api-keys {files / 'empty'}: there is no key in it" in line

@@ -117,3 +117,13 @@ def test_a_bad_file_is_named_and_changes_nothing(
     with pytest.raises(ConfigError, match=said):
         access.load(1.0)
     assert who(access, authorization="Bearer sk-acme") == "acme"
+
+
+def test_each_bad_file_is_named(access: Access, tmp_path: Path) -> None:
+    """Whoever changed both need not mend one to hear of the other."""
+    (tmp_path / "tenants.toml").write_text("nonsense")
+    (tmp_path / "keys").write_text("sk-1 stranger\nsk-1 stranger")
+    with pytest.raises(ConfigError, match=r"tenants\.toml: .*; .*keys: ") as caught:
+        access.load(1.0)
+    assert "no tenant" not in str(caught.value), "nobody knows which there are"
+    assert who(access, authorization="Bearer sk-acme") == "acme"
