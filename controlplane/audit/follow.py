@@ -10,7 +10,7 @@ from controlplane.audit.heard import Heard, Unreadable
 from controlplane.audit.lines import route_data, route_line, statement_data, statement_line
 from controlplane.audit.selection import Selection, Wanted
 from controlplane.core.candidates import RowsBook
-from schemas.bus import FleetRows, RouteBatch, Routed
+from schemas.bus import Finished, FleetRows, Prefilled, RouteBatch, Routed
 
 STATEMENTS = frozenset({"hotspot", "policy"})
 MODELS_MAX = 256
@@ -56,6 +56,12 @@ class Follower:
         if heard.model not in self._rows and len(self._rows) >= MODELS_MAX:
             self._rows.clear()
         rows = self._rows.setdefault(heard.model, RowsBook())
+        # Progress has the time of its batch, which leaves later than what it tells of.
+        ends = {
+            (event.request_id, event.instance_id): event.at_wall_s
+            for event in batch.events
+            if isinstance(event, Finished)
+        }
         for event in batch.events:
             if isinstance(event, FleetRows):
                 rows.told(batch.router_id, batch.epoch, event)
@@ -63,7 +69,12 @@ class Follower:
                 self.counts["left_out"] += 1
             else:
                 self.counts["shown"] += 1
-                at_wall_s = getattr(event, "at_wall_s", batch.sent_wall_s)
+                at_wall_s = batch.sent_wall_s
+                if isinstance(event, Routed | Finished):
+                    at_wall_s = event.at_wall_s
+                elif isinstance(event, Prefilled):
+                    key = (event.request_id, event.instance_id)
+                    at_wall_s = min(at_wall_s, ends.get(key, at_wall_s))
                 seen = None
                 if isinstance(event, Routed):
                     seen = rows.read(batch.router_id, batch.epoch, event)

@@ -54,7 +54,7 @@ def route_line(event: RouteEvent, at_wall_s: float, seen: Candidates | None) -> 
         return f"{head} → {event.instance_id}  {_routed(event, seen)}"
     if isinstance(event, Prefilled):
         ttft = "" if event.ttft_s is None else f", first byte after {seconds(event.ttft_s)}"
-        return f"{head}   {event.instance_id}  {event.new_tokens:,} tokens computed{ttft}"
+        return f"{head}   {event.instance_id}  {event.new_tokens:,} tokens computed by then{ttft}"
     return f"{head}   {event.instance_id}  {_finished(event)}"
 
 

@@ -22,6 +22,7 @@ from controlplane.cli.audit_source import From, Model, Since, run, source
 from controlplane.cli.errors import UsageError
 from controlplane.cli.files import check_writable, check_writable_folder
 from controlplane.cli.options import BusPlace, with_bus
+from controlplane.cli.tables import size
 
 KINDS = ("kv", "load", "route", "hotspot", "policy")
 _STATUS_S = 1.0
@@ -66,7 +67,7 @@ def record(
                     written=_Status(writer).written,
                 )
                 await _until_asked(asyncio.ensure_future(recording), seconds)
-                typer.echo(f"{writer.frames:,} messages, {writer.nbytes / 1e6:,.1f} MB in {out}")
+                typer.echo(f"{writer.frames:,} messages, {size(writer.nbytes)} in {out}")
         return 0
 
     run(work())
@@ -84,10 +85,8 @@ class _Status:
         now_s = time.monotonic()
         if now_s - self._said_s >= _STATUS_S and typer.get_text_stream("stderr").isatty():
             self._said_s = now_s
-            megabytes = self._writer.nbytes / 1e6
-            typer.echo(
-                f"\r{self._writer.frames:,} messages, {megabytes:,.1f} MB ", nl=False, err=True
-            )
+            said = f"{self._writer.frames:,} messages, {size(self._writer.nbytes)}"
+            typer.echo(f"\r{said:<40}", nl=False, err=True)
 
 
 async def _until_asked(task: asyncio.Future[None], seconds: float) -> None:

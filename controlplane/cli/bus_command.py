@@ -18,7 +18,7 @@ from controlplane.bus.room import fitting_size
 from controlplane.bus.setup import Change, Holding, NoRoomError, describe, ensure, keep
 from controlplane.cli.errors import UsageError
 from controlplane.cli.options import BusPlace, Json, with_bus
-from controlplane.cli.tables import show
+from controlplane.cli.tables import ago, show, size
 
 app = typer.Typer(help="Create and look at what the plane keeps on NATS.", no_args_is_help=True)
 
@@ -140,13 +140,13 @@ async def _opened(place: BusPlace) -> AsyncIterator[NatsBus]:
 
 
 def _cells(held: Holding, now_wall_s: float) -> tuple[str, ...]:
-    newest = "" if held.newest_wall_s is None else f"{now_wall_s - held.newest_wall_s:.0f} s ago"
+    newest = "" if held.newest_wall_s is None else ago(now_wall_s - held.newest_wall_s)
     return (
         held.kind,
         held.name,
         f"{held.messages:,}",
-        f"{held.nbytes / 1e6:,.1f} MB",
-        f"{held.bytes_max / 1e6:,.0f} MB",
+        size(held.nbytes),
+        size(held.bytes_max),
         newest,
         str(held.consumers),
         f"{held.current}/{held.replicas}",

@@ -11,7 +11,7 @@ import typer
 from controlplane.bus.protocol import Bus
 from controlplane.cli.operator_commands import blacklist_app, policy_app, run_operator
 from controlplane.cli.options import BusPlace, Json, with_bus
-from controlplane.cli.tables import printable, show
+from controlplane.cli.tables import ago, printable, show
 from controlplane.operator import Operator
 from controlplane.operator_view import (
     Standing,
@@ -63,7 +63,7 @@ def instances(json: Json = False, *, bus: BusPlace) -> None:
                     row.instance,
                     row.state,
                     row.url,
-                    f"{row.heard_s:.0f} s ago",
+                    ago(row.heard_s),
                     str(row.block_size),
                     str(row.num_blocks or "?"),
                     row.engine,
@@ -107,7 +107,7 @@ def routers(json: Json = False, *, bus: BusPlace) -> None:
                     entry.lease.router_id,
                     entry.lease.address,
                     entry.lease.admin,
-                    f"{max(now_wall_s - entry.lease.sent_wall_s, 0.0):.0f} s ago"
+                    ago(now_wall_s - entry.lease.sent_wall_s)
                     + (" (lost)" if entry.lost(now_wall_s) else ""),
                 )
                 for entry in found.rows

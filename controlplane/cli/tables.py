@@ -57,6 +57,28 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def size(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    for power, unit in enumerate(("kB", "MB", "GB"), 1):
+        if nbytes < 999.5 * 1000**power:
+            return _three_digits(nbytes / 1000**power, unit)
+    return _three_digits(nbytes / 1e12, "TB")
+
+
+def _three_digits(value: float, unit: str) -> str:
+    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
+def ago(seconds: float) -> str:
+    """Return how long ago something was, in the unit that suits it."""
+    for unit, unit_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit} ago"
+    return f"{max(seconds, 0.0):.0f} s ago"
+
+
 def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in columns:

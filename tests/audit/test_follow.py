@@ -22,6 +22,20 @@ def printed(tape: Tape, **wanted: object) -> list[str]:
     return [line for heard in tape.heard() for line in follower.lines(heard)]
 
 
+def test_progress_is_not_told_for_later_than_the_end() -> None:
+    """It has the time of its batch, and that leaves after the end that is in it, too."""
+    tape = Tape()
+    ticket = tape.begin(1, name="q")
+    tape.plane.requests.first_byte(ticket, 0.05)
+    tape.plane.requests.finish(ticket, "ok", 200, tape.now_s, tape.wall_s)
+    ended_s = tape.wall_s
+    tape.now_s += 0.04
+    tape.tell()
+    items = [item for heard in tape.heard() for item in Follower(Wanted()).data(heard)]
+    assert [item["type"] for item in items] == ["routed", "prefilled", "finished"]
+    assert items[1]["at_wall_s"] == items[2]["at_wall_s"] == ended_s
+
+
 def _tape() -> Tape:
     tape = Tape()
     tape.publish(tape.publishers["a"].store(prompt(1, 2)))
@@ -38,7 +52,7 @@ def test_decisions_ends_and_progress_are_lines() -> None:
         "22:13:21.030 routed    irst-request → a  53 tokens, 32 cached (exact); "
         "P 21 × (B 0 + 1) = 21; next b 53; took 0 µs"
     )
-    assert shown[1].endswith("a  21 tokens computed, first byte after 50 ms")
+    assert shown[1].endswith("a  21 tokens computed by then, first byte after 50 ms")
     assert shown[2].endswith("a  ok 200, in 10 ms, 10 tokens out, 32 tokens cached, 32 promised")
     assert "one of 2 equally good, in turn" in shown[3]
 

@@ -104,7 +104,13 @@ async def test_a_click_opens_the_story(page: Page, stack: LocalStack) -> None:
     """With every candidate and how it ended; Escape closes it, and a link opens it again."""
     await run_load(stack.url, chats(5, 20.0, seed=9))
     await page.until("document.querySelector('#list li[data-outcome=ok]')")
+    row = "document.querySelector('#list li[data-outcome=ok] .row')"
+    whole = await page.run(f"{row}.dataset.request")
+    assert await page.run(f"{row}.querySelector('code').title") == whole, "its end alone is shown"
     await page.click("#list li[data-outcome=ok] .row")
+    assert await page.run("document.getElementById('dialog-title').textContent") == (
+        f"Request {whole}"
+    )
     await page.until("document.querySelectorAll('#dialog .candidates tbody tr').length === 3")
     text = await page.run("document.getElementById('dialog').innerText")
     assert "chosen" in text

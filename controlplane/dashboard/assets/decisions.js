@@ -117,7 +117,7 @@ export class Decisions {
     const node = element("li", { "data-outcome": data.end?.outcome ?? "open" },
       element("button", { type: "button", class: "row", "data-request": data.id, "aria-label": label(data), on: { click: () => this.opened(data.id) } },
         element("time", {}, clock(data.at)),
-        element("span", { class: "who" }, element("code", {}, tail(data.id, 6)), element("b", {}, data.instance)),
+        element("span", { class: "who" }, element("code", { title: data.id }, tail(data.id, 6)), element("b", {}, data.instance)),
         prompt(data),
         bars(data),
         ending(data),

@@ -14,7 +14,7 @@ export class Panel {
   }
 
   async story(request) {
-    this.show(`Request ${tail(request, 24)}`, element("p", { class: "empty" }, "looking for it …"), `request=${encodeURIComponent(request)}`);
+    this.show(`Request ${request}`, element("p", { class: "empty" }, "looking for it …"), `request=${encodeURIComponent(request)}`);
     const found = await ask("story", { model: this.page.model(), request });
     if (found.error) this.body.replaceChildren(element("p", { class: "empty" }, found.error.message));
     else {
@@ -155,7 +155,7 @@ function instance(name, details, panel) {
       fact("Decode", details.decode_tokens_per_s == null ? none : `${compact(details.decode_tokens_per_s)} tok/s`, "recent"),
       fact("Engine", details.engine || none, details.url ?? "")),
     element("h3", {}, "Latest decisions ", latest.length ? button("show all", () => { panel.dialog.close(); panel.page.only(name); }) : ""),
-    latest.length ? element("ul", { class: "brief" }, latest.map((each) => element("li", {}, element("time", {}, clock(each.at)), button(tail(each.id, 12), () => panel.story(each.id)), element("span", {}, `${compact(each.prompt)} tokens, ${percent(each.prompt ? each.hit / each.prompt : 0)} cached`)))) : element("p", { class: "empty" }, "None of the latest went here."),
+    latest.length ? element("ul", { class: "brief" }, latest.map((each) => element("li", {}, element("time", {}, clock(each.at)), button(tail(each.id, 12), () => panel.story(each.id), each.id), element("span", {}, `${compact(each.prompt)} tokens, ${percent(each.prompt ? each.hit / each.prompt : 0)} cached`)))) : element("p", { class: "empty" }, "None of the latest went here."),
   ];
 }
 
@@ -163,6 +163,6 @@ function fact(name, value, note) {
   return element("div", {}, element("dt", {}, name), element("dd", {}, value, note ? element("small", {}, note) : null));
 }
 
-function button(text, call) {
-  return element("button", { type: "button", class: "inline", on: { click: call } }, text);
+function button(text, call, title) {
+  return element("button", { type: "button", class: "inline", title, on: { click: call } }, text);
 }
