@@ -54,7 +54,7 @@ wheels: $(VENV)/.dev ## Gather what the images install in deploy/wheels, for bui
 sim: $(VENV)/.dev ## Run the simulated world once. SEED=7 repeats that run.
 	@$(BIN)/python -m tests.sim.run --seed $(or $(SEED),$(shell date +%s)) $(ARGS)
 
-soak: $(VENV)/.dev ## 100,000 mixed requests with aborts and failing engines; fails if anything grew. ARGS="--requests 5000" shortens it.
+soak: $(VENV)/.dev ## 100,000 mixed requests with aborts and failing engines; fails if anything grew. ARGS="--queue" lets them wait, too; "--requests 5000" shortens it.
 	@$(BIN)/python -m bench.soak $(ARGS)
 
 bench: $(VENV)/.dev ## Compare with peers in one run. OF=proxy, decision, tokens, memory or bus; ARGS="--json".

@@ -23,13 +23,15 @@ REST = AtRest(memory_mib=100.0, descriptors=20, threads=7, gauges=QUIET)
 @pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_short_run_finds_nothing() -> None:
+@pytest.mark.parametrize("queue", [False, True])
+async def test_a_short_run_finds_nothing(queue: bool) -> None:
     """Six hundred requests over failing engines leave a router as it was."""
     with Progress(disable=True) as progress:
-        report = await run(600, seed=3, progress=progress)
+        report = await run(600, seed=3, progress=progress, queue=queue)
     assert not report.findings
     assert report.answers["200"] > 200
     assert report.answers["left"] > 50
+    assert ("waiting" in report.after.gauges) is queue
 
 
 @pytest.mark.parametrize(
