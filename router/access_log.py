@@ -1,5 +1,7 @@
 """The access log: one JSON object a line for every request that is over; no prompts, no keys.
 
+Probes and `OPTIONS`, which bring no key, have no line.
+
 Lines are gathered and handed to a thread now and then, so that neither a slow disk nor a stalled
 pipe holds up requests. While a write is under way at most `LINES_BYTES_MAX` wait; lines beyond
 that are dropped and counted. A file that was renamed or removed is opened anew (log rotation needs

@@ -13,7 +13,7 @@ from router.absence import unavailable
 from router.cors import Cors
 from router.directory import Directory, Resolved
 from router.http_exchange import JSON, Exchange
-from router.refusals import answer, not_allowed, unknown_model
+from router.refusals import Refusal, answer, not_allowed, unknown_model
 from router.tenants import Tenant
 
 MODELS: Final = b"/v1/models"
@@ -61,22 +61,30 @@ def is_about_models(path: bytes) -> bool:
     return path == MODELS or path.startswith(_ONE_MODEL)
 
 
-def models(directory: Directory, tenant: Tenant, exchange: Exchange) -> None:
-    """Answer GET /v1/models and /v1/models/NAME: every name, once, over the whole fleet."""
+def models(directory: Directory, tenant: Tenant, exchange: Exchange) -> Refusal | None:
+    """Answer GET /v1/models and /v1/models/NAME: every name, once, over the whole fleet.
+
+    Returns:
+        What was refused; None if nothing was.
+    """
     path = exchange.path
     if path == MODELS:
         names = [name for name in directory.names if tenant.may_use(name)]
         cards = [_card(name, found) for name in names if (found := directory.resolve(name))]
         exchange.respond(200, (JSON,), msgspec.json.encode({"object": "list", "data": cards}))
-        return
+        return None
     name = unquote(path[len(_ONE_MODEL) :].decode("latin-1"))
     found = directory.resolve(name) if name else None
+    refusal: Refusal | None = None
     if found is None:
-        answer(exchange, unknown_model(name, directory.names))
+        refusal = unknown_model(name, directory.names)
     elif not tenant.may_use(name):
-        answer(exchange, not_allowed(f"tenant {tenant.name!r} may not use {name!r}"))
+        refusal = not_allowed(f"tenant {tenant.name!r} may not use {name!r}")
     else:
         exchange.respond(200, (JSON,), msgspec.json.encode(_card(name, found)))
+    if refusal is not None:
+        answer(exchange, refusal)
+    return refusal
 
 
 def _card(name: str, found: Resolved) -> dict[str, object]:

@@ -98,8 +98,14 @@ class PrefixApi:
         exchange: Exchange,
         gate: TenantGate,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        told: Callable[[str, int], None],
     ) -> None:
-        """Answer one request."""
+        """Answer one request.
+
+        Args:
+            spawn: runs what takes longer.
+            told: hears the outcome and the status, once.
+        """
         method, handle = exchange.method, exchange.path[len(PATH) + 1 :].decode("latin-1")
         work: Coroutine[Any, Any, dict[str, Any] | Refusal]
         if method == b"POST" and not handle:
@@ -114,12 +120,32 @@ class PrefixApi:
             refusal = refusals.wrong_method(path, "GET", other)
             self.counts[refusal.reason] += 1
             refusals.answer(exchange, refusal)
+            told(*refusals.ended(refusal))
             return
-        spawn(self._answer(exchange, work))
+        spawn(self._answer(exchange, work, told))
 
     async def _answer(
-        self, exchange: Exchange, work: Coroutine[Any, Any, dict[str, Any] | Refusal]
+        self,
+        exchange: Exchange,
+        work: Coroutine[Any, Any, dict[str, Any] | Refusal],
+        told: Callable[[str, int], None],
     ) -> None:
+        outcome = "client_gone", 0
+        try:
+            found = await self._found(exchange, work)
+            if exchange.state is State.OPEN:
+                refusal = found if isinstance(found, Refusal) else None
+                outcome = refusals.ended(refusal)
+                if refusal is not None:
+                    refusals.answer(exchange, refusal)
+                else:
+                    exchange.respond(200, (JSON,), msgspec.json.encode(found))
+        finally:
+            told(*outcome)
+
+    async def _found(
+        self, exchange: Exchange, work: Coroutine[Any, Any, dict[str, Any] | Refusal]
+    ) -> dict[str, Any] | Refusal:
         found: dict[str, Any] | Refusal
         try:
             found = await work
@@ -133,12 +159,7 @@ class PrefixApi:
             logger.exception("request %r could not be answered", exchange.request_id)
             found = refusals.CRASHED
         self.counts[found.reason if isinstance(found, Refusal) else "ok"] += 1
-        if exchange.state is not State.OPEN:
-            return  # the client has left
-        if isinstance(found, Refusal):
-            refusals.answer(exchange, found)
-        else:
-            exchange.respond(200, (JSON,), msgspec.json.encode(found))
+        return found
 
     def samples(self) -> Iterator[Sample]:
         """Yield what metrics show."""
@@ -225,11 +246,11 @@ class PrefixApi:
             spread=body.spread,
             ttl_s=body.ttl_s,
         )
-        first = False
+        counts = False  # rather than being sent again
 
         def apply(record: TenantPrefixes) -> TenantPrefixes:
-            nonlocal first
-            first = find(record, new.id) is None
+            nonlocal counts
+            counts = True
             return register(record, new)
 
         record = await self._keeper.store.change(tenant, _mark(exchange, new.id), apply)
@@ -238,8 +259,8 @@ class PrefixApi:
             return refusals.unknown_prefix(new.id)
         work = self._keeper.warming(tenant, prefix, read.resolved, hashes, path, data)
         self._keeper.keep_new(tenant, prefix, read.resolved, read.asked, work)
-        if first:
-            gate.settle(self._warmer.warm(work, body.warm) * read.prompt.tokens)
+        if counts:
+            gate.settle(self._warmer.top_up(work, body.warm) * read.prompt.tokens)
         return self._shown(tenant, prefix)
 
     async def _understood(self, data: bytes, gate: TenantGate) -> _Read | Refusal:

@@ -64,6 +64,11 @@ _ANTHROPIC_KINDS: Final = {
 }
 
 
+def ended(refusal: Refusal | None) -> tuple[str, int]:
+    """Return the outcome and the status of a request that was answered here."""
+    return ("ok", 200) if refusal is None else (f"rejected:{refusal.reason}", refusal.status)
+
+
 def answer(exchange: Exchange, refusal: Refusal, form: Form = Form.OPENAI) -> None:
     """Send an error; does nothing if the client is gone."""
     headers = [JSON]

@@ -34,7 +34,7 @@ from router.metrics import RequestMetrics
 from router.prefix_api import PrefixApi, is_about_prefixes
 from router.prefix_cache import PrefixCache
 from router.prefix_keeper import PrefixKeeper
-from router.refusals import Refusal
+from router.refusals import Refusal, ended
 from router.routing import Routing
 from router.surface import (
     ENDPOINTS,
@@ -150,11 +150,22 @@ class Router:
         if refusal is not None:
             self._refuse(exchange, endpoint, caller.tenant, refusal)
         elif method in _GET and is_about_models(path):
-            models(self.directory, caller.tenant, exchange)
+            refusal = models(self.directory, caller.tenant, exchange)
+            self._write_down(exchange, "models", caller.tenant, *ended(refusal))
         elif endpoint is PASS_THROUGH and is_about_prefixes(path):
-            self.prefixes.handle(exchange, caller, self.spawn)
+            self._about_prefixes(exchange, caller)
         else:
             self._route(exchange, endpoint, caller)
+
+    def _about_prefixes(self, exchange: Exchange, gate: TenantGate) -> None:
+        """Answer a request about registered prefixes."""
+        began_s = time.monotonic()
+
+        def told(outcome: str, status: int) -> None:
+            took_s = time.monotonic() - began_s
+            self._write_down(exchange, "prefixes", gate.tenant, outcome, status, took_s)
+
+        self.prefixes.handle(exchange, gate, self.spawn, told)
 
     def _unfit(self, exchange: Exchange, path: bytes, endpoint: Endpoint) -> Refusal | None:
         """Return why a request is none for this router, whatever its body says."""
@@ -284,6 +295,18 @@ class Router:
     ) -> None:
         """Count a request that never had a model, and write its line in the access log."""
         self.metrics.ended("", endpoint.name, tenant.name, outcome, status)
+        self._write_down(exchange, endpoint.name, tenant, outcome, status)
+
+    def _write_down(
+        self,
+        exchange: Exchange,
+        endpoint: str,
+        tenant: Tenant,
+        outcome: str,
+        status: int,
+        duration_s: float = 0.0,
+    ) -> None:
+        """Write a line in the access log on a request that no engine was asked for."""
         if self.access_log is not None:
             self.access_log.add(
                 Entry(
@@ -291,9 +314,10 @@ class Router:
                     request_id=exchange.request_id.decode("latin-1"),
                     tenant=tenant.name,
                     model="",
-                    endpoint=endpoint.name,
+                    endpoint=endpoint,
                     status=status,
                     outcome=outcome,
+                    duration_s=round(duration_s, 6),
                 )
             )
 

@@ -36,6 +36,7 @@ class Warmer:
 
     def __init__(self, pool: UpstreamPool, request_lines: bytes) -> None:
         self.counts: Counter[str] = Counter()
+        self._under_way: set[tuple[ServedModel, str, str]] = set()  # model, prefix, instance
         self._pool = pool
         self._lines = request_lines
 
@@ -52,6 +53,23 @@ class Warmer:
             if 0 in instance.slots and index.holds(instance.slots[0], key)
         )
 
+    def top_up(self, work: Warming, instances: int) -> int:
+        """Let as many instances compute a prefix as are missing for so many to have it.
+
+        Returns:
+            How many there were for it.
+        """
+        return self.warm(work, max(instances - len(self._having(work)), 0))
+
+    def _having(self, work: Warming) -> set[str]:
+        """Return the instances that hold a prefix, or compute it because of this router."""
+        served, request = work.served, work.request
+        having = set(self.holders(served, request.hashes[-1]))
+        for of_model, prefix, instance_id in self._under_way:
+            if of_model is served and prefix == request.request_id:
+                having.add(instance_id)
+        return having
+
     def warm(self, work: Warming, instances: int) -> int:
         """Let so many more instances compute a prefix, those with the smallest batches first.
 
@@ -61,10 +79,10 @@ class Warmer:
             How many there were for it.
         """
         plane = work.served.plane
-        held = set(self.holders(work.served, work.request.hashes[-1]))
+        having = self._having(work)
         able = _able(plane, work.request.lora)
         free = [each for each in plane.fleet if able[each.row]]
-        free = [each for each in free if each.record.instance_id not in held]
+        free = [each for each in free if each.record.instance_id not in having]
         free.sort(key=lambda each: int(plane.ledger.batch[each.row]))
         for instance in free[:instances]:
             self._send(work, instance.record.instance_id)
@@ -81,8 +99,15 @@ class Warmer:
             self._lines,
             len(work.body),
         )
-        key = (work.served.model, decision.instance.record.instance_id)
+        instance_id = decision.instance.record.instance_id
+        self._under_way.add((work.served, request.request_id, instance_id))
+        key = (work.served.model, instance_id)
         self._pool.send(key, head, work.body, _Sink(self, work, ticket))
+
+    def ended(self, work: Warming, instance_id: str, outcome: str) -> None:
+        """Note that an instance computes a prefix no more."""
+        self.counts[outcome] += 1
+        self._under_way.discard((work.served, work.request.request_id, instance_id))
 
 
 def _able(plane: Plane, lora: str | None) -> BoolArray:
@@ -121,7 +146,8 @@ class _Sink:
         self._finish("upstream_error")
 
     def _finish(self, outcome: str) -> None:
-        self._warmer.counts[outcome] += 1
+        instance_id = self._ticket.decision.instance.record.instance_id
+        self._warmer.ended(self._work, instance_id, outcome)
         self._work.served.plane.requests.finish(
             self._ticket, outcome, self._status, time.monotonic(), time.time()
         )

@@ -15,6 +15,7 @@ from controlplane.http_client import HttpError
 from router.prefix_keeper import PrefixKeeper
 from router.tokens import ReadLimits
 from schemas.bus import Finished
+from tests.router.fake_engine import Behaviour
 from tests.router.service_rig import MODEL, ServiceRig, until
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,52 @@ async def test_a_prefix_is_warmed_on_as_many_instances_as_asked_for() -> None:
         body = msgspec.json.decode(asked[0].body)
         assert (body["messages"], body["max_tokens"]) == (SYSTEM, 1)
         assert not rig.served.plane.requests.tickets
+
+
+async def test_registering_again_warms_as_many_as_are_missing() -> None:
+    """Those that have it or compute it count; a request that is sent again warms nobody."""
+    async with ServiceRig() as rig:
+        engines = {name: await rig.instance(name, Behaviour(delay_s=0.3)) for name in "abc"}
+
+        def asked() -> list[int]:
+            return [each.requests for each in engines.values()]
+
+        await register(rig)
+        await register(rig, warm=1)
+        await until(lambda: sum(asked()) == 1)
+        await register(rig, warm=2)
+        await register(rig, warm=2)
+        await until(lambda: len(rig.of_kind(Finished)) == 2)
+        assert sorted(asked()) == [0, 1, 1]
+        blocks = await hashes_of_system(rig)
+        for name, engine in engines.items():
+            if engine.requests:
+                await rig.publish(rig.publishers[name].store(blocks))
+        await register(rig, warm=2)
+        for _ in range(2):
+            await register_once(rig, warm=3)
+        await until(lambda: len(rig.of_kind(Finished)) == 3)
+        await register_once(rig, warm=3)
+        await register(rig)
+        assert asked() == [1, 1, 1]
+
+
+async def hashes_of_system(rig: ServiceRig) -> list[int]:
+    """Returns the hashes of the system message's blocks."""
+    body = {"model": MODEL, "messages": [*SYSTEM, {"role": "user", "content": "Hello"}]}
+    hashes = (await rig.explain(body))["block_hashes"]
+    (found,) = (await ask(rig, "GET"))["data"]
+    return [int(each, 16) for each in hashes[: found["blocks"]]]
+
+
+async def register_once(rig: ServiceRig, **options: Any) -> None:
+    """Registers the system message, always as the same request."""
+    session = rig.http._session
+    assert session is not None
+    headers = {"Idempotency-Key": "once"}
+    body = {"model": MODEL, "messages": SYSTEM, **options}
+    async with session.post(f"{rig.url}/v1/prefixes", json=body, headers=headers) as answer:
+        assert answer.status == 200
 
 
 @pytest.mark.parametrize("fault", ["blacklisted", "broken", "full"])
@@ -251,3 +298,46 @@ async def test_tokens_can_be_registered_as_they_are() -> None:
         engine = rig.engines["a"]
         await until(lambda: engine.requests == 1)
         assert msgspec.json.decode(engine.received[0].body)["prompt"] == ids
+
+
+async def test_requests_about_prefixes_are_in_the_access_log(tmp_path: Path) -> None:
+    """With their outcomes; one line each, whatever became of them."""
+    log = tmp_path / "access.log"
+    async with ServiceRig({"access_log": str(log)}) as rig:
+        await rig.instance("a")
+        handle = (await register(rig))["id"]
+        await ask(rig, "GET")
+        await ask(rig, "DELETE", handle)
+        for method, of, status in (("GET", handle, 404), ("PUT", handle, 405), ("POST", "", 400)):
+            with pytest.raises(HttpError) as caught:
+                await ask(rig, method, of, body=None if method == "GET" else {"model": MODEL})
+            assert caught.value.status == status
+        keeper, waits = rig.process.router.keeper, asyncio.Event()
+        keeper.store.read = _reader_that(waits)  # type: ignore[method-assign]
+        leaving = asyncio.create_task(ask(rig, "GET"))
+        await asyncio.wait_for(waits.wait(), 10.0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+    lines = [msgspec.json.decode(line) for line in log.read_bytes().splitlines()]
+    assert {line["endpoint"] for line in lines} == {"prefixes"}
+    assert [(line["outcome"], line["status"]) for line in lines] == [
+        ("ok", 200),
+        ("ok", 200),
+        ("ok", 200),
+        ("rejected:unknown_prefix", 404),
+        ("rejected:method", 405),
+        ("rejected:malformed", 400),
+        ("client_gone", 0),
+    ]
+    assert lines[0]["duration_s"] > 0.0
+    assert lines[0]["tenant"] == "default"
+
+
+def _reader_that(waits: asyncio.Event) -> Any:
+    """Returns what reads a tenant's record for ever, and says when it has begun."""
+
+    async def read(tenant: str) -> Any:
+        waits.set()
+        await asyncio.Event().wait()
+
+    return read
