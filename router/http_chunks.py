@@ -59,6 +59,11 @@ class ChunkScanner:
         self._kept = b""
         self.between = True
 
+    @property
+    def owed_bytes(self) -> int:
+        """Data bytes that the chunk which has begun still lacks."""
+        return self._left
+
     def feed(self, data: bytes, content: list[bytes] | None = None) -> int:
         """Follow the body through `data`; O(chunks), not O(bytes).
 

@@ -180,7 +180,9 @@ class RequestReader:
         except ChunkError as error:
             raise HeadError(400, f"malformed chunked body: {error}") from None
         data = b"".join(content)
-        if len(self._body) + len(data) > self._limits.body_bytes_max:
+        # What a chunk promises counts at once: nobody need send it to be refused.
+        promised = len(self._body) + len(data) + scanner.owed_bytes
+        if promised > self._limits.body_bytes_max:
             raise self._too_large()
         self._held = held[start:]
         if stop < 0:

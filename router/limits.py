@@ -18,6 +18,11 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
+FILES_RESERVED = 48
+"""Descriptors of a router that serves nobody: the bus, the log, listeners, the event loop."""
+CONNECTIONS_LEAST = 4
+"""However few files there are."""
+
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a client may cost.
@@ -64,6 +69,19 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require_positive(self, self.__struct_fields__)
+
+
+def within_files(limits: ServerLimits, files: int) -> ServerLimits:
+    """Return limits under which clients cannot take the descriptors that engines' connections need.
+
+    Args:
+        limits: as configured.
+        files: how many a process may open. A request takes two: its client's and its engine's.
+    """
+    most = max(CONNECTIONS_LEAST, (files - FILES_RESERVED) // 2)
+    if limits.connections_max <= most:
+        return limits
+    return msgspec.structs.replace(limits, connections_max=most)
 
 
 class UpstreamLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from router.config import RouterConfig
 from router.directory import Directory
 from router.event_path import EventPath
 from router.http_server import HttpServer
+from router.limits import ServerLimits, within_files
 from router.metrics import RequestMetrics, Sample, counted
 from router.plane_samples import plane_samples, tenant_samples
 from router.prefix_cache import PrefixCache
@@ -105,7 +107,7 @@ class RouterProcess:
             peer_told=self._peer_told if self._access.limits_anybody else None,
         )
         self.router.events = self.events
-        self._server = HttpServer(self.router, config.server)
+        self._server = HttpServer(self.router, _fitted(config.server))
         self._admin = HttpServer(Admin(self.router), config.server)
         self._watching: asyncio.Task[None] | None = None
         self._learning: asyncio.Task[None] | None = None
@@ -285,6 +287,21 @@ class RouterProcess:
             spans = Sample("trace_spans_total", "Spans, by what became of them.", labels=_OUTCOME)
             spans.values.update(((outcome,), n) for outcome, n in self._tracer.counts.items())
             yield spans
+
+
+def _fitted(limits: ServerLimits) -> ServerLimits:
+    """Return limits that the files which this process may open suffice for."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fitted = limits if files == resource.RLIM_INFINITY else within_files(limits, files)
+    if fitted is not limits:
+        logger.warning(
+            "this process may open %d files, so it takes %d connections of clients, not %d; raise "
+            "its limit (ulimit -n)",
+            files,
+            fitted.connections_max,
+            limits.connections_max,
+        )
+    return fitted
 
 
 def _tracer(config: RouterConfig, router_id: str) -> Tracer | None:

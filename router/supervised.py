@@ -30,19 +30,26 @@ async def supervise(
     admin_address = await admin.start(config.admin_host, config.admin_port)
     wanted = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, wanted.set)
+    starting = asyncio.create_task(supervisor.start())
+    stopping = asyncio.create_task(stop.wait())
     try:
-        await supervisor.start()
-        wanted.clear()  # All are new.
-        renewing = asyncio.create_task(_renew(supervisor, wanted))
-        started(supervisor, admin_address)
-        await stop.wait()
-        logger.info("stopping: running requests get up to %.0f s", config.stop_grace_s)
-        renewing.cancel()
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            wanted.clear()  # All are new.
+            renewing = asyncio.create_task(_renew(supervisor, wanted))
+            started(supervisor, admin_address)
+            await stopping
+            logger.info("stopping: running requests get up to %.0f s", config.stop_grace_s)
+            renewing.cancel()
+        starting.cancel()
+        await asyncio.wait([starting])
         await supervisor.stop()
     except WorkerError as error:
         logger.error("%s", error)
-        return error.status or 1
+        return max(error.status, 1)
     finally:
+        stopping.cancel()
         await admin.stop(grace_s=0.0)
         await pool.close()
     return 0

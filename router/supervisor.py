@@ -39,7 +39,7 @@ class WorkerError(RuntimeError):
     """A worker ended, or said nothing, instead of serving.
 
     Attributes:
-        status: its exit status.
+        status: its exit status; negative if a signal ended it.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -149,16 +149,16 @@ class Supervisor:
         Raises:
             WorkerError: one of them does not; the others have been ended.
         """
-        started = await asyncio.gather(
-            *(Worker.start(self._order(place)) for place in self.places), return_exceptions=True
-        )
-        for place, worker in zip(self.places, started, strict=True):
-            place.worker = worker if isinstance(worker, Worker) else None
-        for failure in started:
-            if isinstance(failure, BaseException):
+        filled = await asyncio.gather(*map(self._fill, self.places), return_exceptions=True)
+        for failure in filled:
+            if failure is not None:
                 await self.stop()
                 raise failure
         self._keepers = [asyncio.create_task(self._keep(place)) for place in self.places]
+
+    async def _fill(self, place: Place) -> None:
+        """Start a worker at a place."""
+        place.worker = await Worker.start(self._order(place))
 
     async def stop(self) -> None:
         """End all workers, those that have been replaced too."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from router.http_proxy import Outcome
+from router.limits import CONNECTIONS_LEAST, FILES_RESERVED, ServerLimits, within_files
 from router.upstream import ErrorKind, UpstreamPool
 from tests.router.fake_engine import Behaviour, Mode
 from tests.router.http_rig import UPSTREAM_LIMITS, Rig, on_uvloop, parse_answers, request, until
@@ -103,3 +104,11 @@ async def test_a_router_out_of_files_does_not_blame_engines() -> None:
         assert (answer.status, answer.error["code"]) == (503, "no_socket")
         assert kept.status == 200
         assert rig.books[1].outcome == Outcome.NO_SOCKET
+
+
+def test_clients_leave_descriptors_for_engines() -> None:
+    """Of few files half are kept for engines; where there are enough nothing changes."""
+    limits = ServerLimits(connections_max=1000)
+    assert within_files(limits, 2 * 1000 + FILES_RESERVED) is limits
+    assert within_files(limits, 1024).connections_max == (1024 - FILES_RESERVED) // 2
+    assert within_files(limits, 10).connections_max == CONNECTIONS_LEAST

@@ -103,6 +103,16 @@ def read_in_steps(raw: bytes, step: int) -> list[tuple[bytes, bytes]] | int:
     return found
 
 
+def test_a_chunk_that_is_promised_too_large_is_not_waited_for() -> None:
+    """Its size line is enough, alone or with what came before; at the limit it is read."""
+    head = b"POST / HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for raw in (b"FFFFFFFFFFFFFFF\r\n", b"65\r\n", b"32\r\n" + b"x" * 50 + b"\r\n33\r\n"):
+        assert read_in_steps(head + raw, 1000) == 413
+        assert read_in_steps(head + raw, 1) == 413
+    whole = b"32\r\n" + b"x" * 50 + b"\r\n"
+    assert read_in_steps(head + 2 * whole + b"0\r\n\r\n", 1) == [(b"/", b"x" * 100)]
+
+
 def test_small_chunks_are_read_a_bounded_number_at_a_time() -> None:
     """The rest waits, and the reader says so."""
     reader = RequestReader(ServerLimits(), RequestHeads())

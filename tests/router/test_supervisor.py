@@ -33,6 +33,15 @@ sys.stdout.flush()
 while True: signal.pause()
 """
 
+# Of two workers, one does not get any further.
+SLOW_SECOND = """
+sys.stdin.readline()
+try: os.mkdir("{folder}/first")
+except FileExistsError:
+    open("{folder}/waiting", "w").close()
+    time.sleep(60)
+"""
+
 Executable = Callable[[float], Path]
 
 
@@ -92,6 +101,21 @@ async def test_a_start_without_processes_is_an_error(executable: Executable) -> 
     kept = Supervisor(config(), 2)
     with pytest.raises(WorkerError, match="no process can be started"):
         await kept.start()
+
+
+async def test_a_stop_need_not_wait_for_the_start(
+    executable: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a worker takes its time, as without a bus, a signal ends all that has begun."""
+    program = executable(0.0)
+    slow = program.read_text().replace("sys.stdin.readline()", SLOW_SECOND)
+    program.write_text(slow.replace("{folder}", str(tmp_path)))
+    stop = asyncio.Event()
+    running = asyncio.create_task(supervised.supervise(config(), 2, "info", stop, lambda *_: None))
+    await until(lambda: (tmp_path / "waiting").exists())
+    stop.set()
+    assert await asyncio.wait_for(running, 5.0) == 0
+    await until(lambda: len(finished(tmp_path)) == 1)
 
 
 async def test_a_stop_waits_for_those_that_were_replaced(
