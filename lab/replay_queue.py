@@ -238,9 +238,7 @@ class SimRoom:
             return False
         follower = coalescer.follow(
             guest,
-            request.hashes,
-            request.prompt_tokens,
-            request.block_size,
+            request,
             lambda: self._plane.requests.best_hit(request, promises=False),
             self._agenda.now_s,
             guest.owner,

@@ -149,9 +149,7 @@ class WaitingRoom:
         request = guest.request
         follower = coalescer.follow(
             guest,
-            request.hashes,
-            request.prompt_tokens,
-            request.block_size,
+            request,
             # What the leader promises is what there is to wait for.
             lambda: self._plane.requests.best_hit(request, promises=False),
             now_s,

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from controlplane.core.decision import RouteRequest
 from controlplane.core.index import usable_blocks
 from controlplane.core.promises import Promises
 
@@ -141,9 +142,7 @@ class Coalescer:
     def follow(
         self,
         payload: Any,
-        hashes: Sequence[int],
-        prompt_tokens: int,
-        block_size: int,
+        request: RouteRequest,
         cached: Callable[[], int],
         now_s: float,
         owner: str = "",
@@ -152,16 +151,15 @@ class Coalescer:
 
         Args:
             payload: to be given back.
-            hashes: (n,) block hashes of its prompt.
-            prompt_tokens: its length.
-            block_size: tokens a block.
+            request: its prompt.
             cached: tells how many of its tokens some instance has; asked only if somebody leads.
             now_s: the present.
             owner: the tenant, where it is kept apart: it follows nobody else's requests.
         """
+        hashes, block_size = request.hashes, request.block_size
         if not self._leaders or not hashes or self.following >= self.config.followers_max:
             return None
-        usable = min(usable_blocks(prompt_tokens, block_size), len(hashes))
+        usable = min(usable_blocks(request.prompt_tokens, block_size), len(hashes))
         depths = self._chains.find(_of(owner, hashes), usable)
         if not depths:
             return None

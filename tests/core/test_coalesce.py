@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.core.coalesce import CoalesceConfig, Coalescer, Follower, Leader
+from controlplane.core.decision import RouteRequest
 from controlplane.core.hashing import Extras, chain, pack_tokens
 from tests.core.plane_helpers import BLOCK
 
@@ -20,8 +21,12 @@ def follow(
     coalescer: Coalescer, blocks: list[int], cached: int = 0, now_s: float = 0.0
 ) -> Follower | None:
     """Lets a request follow, if it may."""
-    tokens = len(blocks) * BLOCK
-    return coalescer.follow("payload", blocks, tokens, BLOCK, lambda: cached, now_s)
+    return coalescer.follow("payload", asked(blocks), lambda: cached, now_s)
+
+
+def asked(blocks: list[int]) -> RouteRequest:
+    """Returns a request with these blocks."""
+    return RouteRequest("r", len(blocks) * BLOCK, blocks, BLOCK)
 
 
 def lead(coalescer: Coalescer, blocks: list[int], new: int = 10_000) -> Leader:
@@ -71,10 +76,10 @@ def test_other_salts_and_adapters_are_other_prefixes() -> None:
 def test_a_tenant_that_is_kept_apart_follows_itself_alone() -> None:
     """The same blocks have other names for it, but what it waits for is the block itself."""
     coalescer = Coalescer(CONFIG)
-    blocks, tokens = hashes(6, 1000), 8 * BLOCK
+    blocks = hashes(6, 1000)
 
     def follows(owner: str) -> Follower | None:
-        return coalescer.follow("x", blocks, tokens, BLOCK, lambda: 0, 0.0, owner)
+        return coalescer.follow("x", asked(blocks), lambda: 0, 0.0, owner)
 
     leader, _ = coalescer.lead("i", blocks, 10_000, 0.0, "acme")
     assert leader is not None
