@@ -12,11 +12,21 @@ import pytest
 from controlplane.core.queue_lines import QueueConfig
 from router.http_exchange import Exchange
 from router.http_proxy import LATER
-from schemas.bus import Finished, Routed
+from schemas.bus import Finished, InstanceRecord, Routed
 from tests.router.fake_engine import Behaviour, FakeEngine, Mode
 from tests.router.http_rig import Books, Rig, on_uvloop, parse_answers, request
 from tests.router.service_rig import ServiceRig, chat, until
-from tests.router.test_waiting import NEVER, asked, outcome, queued, rig, start
+from tests.router.test_waiting import (
+    NEVER,
+    RULES,
+    asked,
+    files,
+    outcome,
+    queued,
+    rig,
+    send,
+    start,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +144,35 @@ async def test_a_router_that_stops_answers_who_waits_again() -> None:
         assert "router is stopping" in str(error)
         scene.other.cancel()
         await until(lambda: plane.process.router.access.anybody.running == 0)
+
+
+@pytest.mark.parametrize("how", ["", *RULES])
+async def test_a_request_that_waits_again_keeps_its_deadline(tmp_path: Path, how: str) -> None:
+    """What would be late is refused, or becomes what its tenant allows."""
+    rule = f"ttft_budget_s = 0.4\n{RULES.get(how, '')}"
+    async with rig(QueueConfig("edf"), **files(tmp_path, rule)) as plane:
+        a = await plane.instance("a", NEVER)
+        doomed = asyncio.create_task(send(plane, "doomed", "plain-key"))
+        await until(lambda: a.requests)
+        b = await plane.instance("b", Behaviour(delay_s=0.8))
+        stays = asyncio.create_task(send(plane, "stays", "gate-key"))
+        await until(lambda: b.requests)
+        other = plane.engines["c"] = FakeEngine()
+        url = f"http://127.0.0.1:{await other.start()}"
+        await plane.put(InstanceRecord("c", "other", url, 1, max_model_len=4096))
+        await until(lambda: plane.process.router.directory.get("other"))
+        await a.stop()
+        status, headers, body = await doomed
+        if how:
+            assert (status, headers["x-multiplane-degraded"]) == (200, how)
+            where = other if how == "other_model" else b
+            sent = msgspec.json.decode(where.received[-1].body)
+            assert sent["messages"] == chat("doomed")["messages"]
+            assert sent.get("max_tokens") == (3 if how == "shorten" else None)
+        else:
+            assert (status, body["error"]["code"]) == (503, "deadline_unreachable")
+        assert (await stays)[0] == 200
+        await until(lambda: not any(g.running for g in plane.process.router.access.gates))
 
 
 async def test_a_full_queue_takes_back_whatever_comes() -> None:
