@@ -28,7 +28,7 @@ up: $(VENV)/.run ## Start a whole plane here: NATS, emulated engines, sidecars, 
 	@$(BIN)/multiplane up $(ARGS)
 
 test: $(VENV)/.dev ## Run every test that needs nothing but this machine. ARGS="tests/core -k index" narrows it.
-	@$(PYTEST) -n $(JOBS) --dist loadfile -m "not vllm and not peer and not docker" $(ARGS)
+	@$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not vllm and not peer and not docker" $(ARGS)
 
 test-vllm: $(VENV)/.dev ## Run the tests against real vLLM on this CPU (builds its environment once: about 3 minutes).
 	@MULTIPLANE_VLLM_PYTHON=$$($(BIN)/python tests/vllm_env/build.py) && export MULTIPLANE_VLLM_PYTHON && $(PYTEST) -m vllm $(ARGS)

@@ -149,9 +149,11 @@ class LocalStack:
 
     async def _start_nats(self) -> EmbeddedNats:
         port = self.options.nats_port
+        embedded = EmbeddedNats(port=port)
         try:
-            return await EmbeddedNats(port=port).start()
+            return await embedded.start()
         except BusError:
+            await embedded.stop()
             if not port or free_or_any(self.options.host, port):
                 raise
             return await EmbeddedNats().start()

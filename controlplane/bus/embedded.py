@@ -200,8 +200,12 @@ class EmbeddedNats:
         return "\n".join(text.splitlines()[-lines:])
 
     async def __aenter__(self) -> Self:
-        """Start."""
-        return await self.start()
+        """Start; nothing stays when it cannot."""
+        try:
+            return await self.start()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def __aexit__(
         self,

@@ -51,6 +51,17 @@ async def test_failure_shows_the_log() -> None:
     await server.stop()
 
 
+async def test_what_cannot_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its folder goes with it, and the mark in it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    server = EmbeddedNats(args=["--cluster", "nonsense"])
+    with pytest.raises(BusError):
+        await server.__aenter__()
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_a_killed_owner_leaves_is_swept_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -265,8 +265,11 @@ async def test_two_routers_agree_and_answer_clients() -> None:
         assert len(findings) == 1 + 3 + 1 + 1 + 5 * 3
 
 
-async def test_ports_that_were_taken_meanwhile_are_replaced() -> None:
+async def test_ports_that_were_taken_meanwhile_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As by another plane that starts at the same time: only the clients' port is insisted on."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with ExitStack() as taken:
         others = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         nats, admin, dashboard = (each.getsockname()[1] for each in others)
@@ -280,6 +283,7 @@ async def test_ports_that_were_taken_meanwhile_are_replaced() -> None:
                 (stack.dashboard_url, dashboard),
             ):
                 assert f":{port}" not in url
+    assert os.listdir(tmp_path) == [], "the server that found its port taken is gone, too"
 
 
 async def test_the_load_generator_counts_what_fails() -> None:

@@ -37,6 +37,7 @@ class ZmqEngine:
             self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
+        self._router.sndhwm = 0  # with a bound it would drop answers when the machine is busy
         self._router.bind(f"tcp://127.0.0.1:{replay_port or '*'}")
         self.replay_endpoint = self._router.get_string(zmq.LAST_ENDPOINT)
         self._closing = threading.Event()
