@@ -53,24 +53,48 @@ def _cost_s(item: pytest.Item) -> float:
     return 3.0 if _is_paced(item) else 1.0 if item.get_closest_marker("slow") else 0.01
 
 
+class _Openings:
+    """Whether anything was opened that must be closed: a socket, a child process, a loop."""
+
+    _EVENTS = frozenset({"socket.__new__", "subprocess.Popen"})  # a loop has sockets of its own
+
+    def __init__(self) -> None:
+        self.seen = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, _: object) -> None:
+        if event in self._EVENTS:
+            self.seen = True
+
+
+_openings = _Openings()
+
+
 def pytest_collection_finish() -> None:
     """Take what is imported by now out of the collector's sight, which makes it quick."""
     gc.collect()
     gc.freeze()
 
 
-def _collected() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _blamed_if_it_leaves_anything_open() -> Iterator[None]:
     """Find what is left open while it is known who did it; set up first, and so ended last.
 
     A socket, file or loop that nobody closed warns when the collector finds it, and warnings are
     errors. Left to itself the collector comes by much later, in a test that has opened nothing.
     """
+    _openings.seen = False
+    yield
+    if _openings.seen:
+        gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_blamed_if_it_leaves_anything_open() -> Iterator[None]:
+    """The same for what a module's tests share; what is there after it (caches) stays."""
     yield
     gc.collect()
-
-
-_test_collected = pytest.fixture(_collected, autouse=True)
-_module_collected = pytest.fixture(_collected, autouse=True, scope="module")
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
