@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from typing import Any
 
 from tests.router.chat_samples import text
@@ -47,7 +48,7 @@ def _assistant_blocks(chance: random.Random) -> list[dict[str, Any]]:
     blocks += [_text_block(chance) for _ in range(chance.randint(0, 2))]
     for _ in range(chance.randint(0, 2)):
         call = {"type": "tool_use", "id": f"toolu_{chance.randint(0, 9)}", "name": "f"}
-        blocks.append({**call, "input": chance.choice(_INPUTS)})
+        blocks.append({**call, "input": deepcopy(chance.choice(_INPUTS))})
     if chance.random() < 0.1:
         blocks.append(_result(chance))
     return blocks

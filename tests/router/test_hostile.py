@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.limits import MIB, ServerLimits, UpstreamLimits
@@ -80,7 +80,7 @@ def check_answers(raw: bytes) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(st.lists(st.one_of(mutants(SEEDS), st.lists(st.binary(), max_size=3)), max_size=24))
 def test_any_client_bytes_end_in_answers_or_a_close(inputs: list[list[bytes]]) -> None:
     """Whatever clients send, in any split, each gets answers and a close, and nothing is left."""
@@ -108,7 +108,7 @@ ANSWERS = [
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.lists(st.one_of(mutants(ANSWERS), st.lists(st.binary(), max_size=3)), max_size=8))
 def test_any_engine_bytes_end_every_request_once(answers: list[list[bytes]]) -> None:
     """Whatever engines send, each request ends once, and its client gets an answer or a close."""
