@@ -2,13 +2,15 @@
 
 Counters and histograms add up, sample by sample. A gauge says something of its process, and workers
 may count the same thing (a block that two of them know), so gauges stay apart by a label `worker`.
+Of a process that has ended, or is silent, the counters still count: a sum that falls would be taken
+for a restart of everything, and all that is left of it for new.
 
 Source: Prometheus' text format, version 0.0.4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 _SUMMED: Final = frozenset({"counter", "histogram"})
@@ -25,14 +27,16 @@ class _Family:
         self.samples: dict[str, float] = {}
 
 
-def merge_pages(pages: Mapping[str, str]) -> str:
-    """Return one page.
+def merge_pages(pages: Mapping[str, str], counted: Iterable[str] = ()) -> str:
+    """Return one page; lines that are no samples of any known form are left out.
 
     Args:
-        pages: worker → its page; lines that are no samples of any known form are left out.
+        pages: worker → its page.
+        counted: pages of which nothing but counters and histograms are taken.
     """
     families: dict[str, _Family] = {}
-    for worker, page in pages.items():
+    sources: list[tuple[str | None, str]] = [*pages.items(), *((None, page) for page in counted)]
+    for worker, page in sources:
         family = _Family()
         for line in page.splitlines():
             if line.startswith("#"):
@@ -55,7 +59,7 @@ def _comment(families: dict[str, _Family], line: str, family: _Family) -> _Famil
     return family
 
 
-def _sample(family: _Family, line: str, worker: str) -> None:
+def _sample(family: _Family, line: str, worker: str | None) -> None:
     name, _, value = line.rpartition(" ")
     try:
         number = float(value)
@@ -63,7 +67,7 @@ def _sample(family: _Family, line: str, worker: str) -> None:
         return
     if family.kind in _SUMMED:
         family.samples[name] = family.samples.get(name, 0.0) + number
-    else:
+    elif worker is not None:
         family.samples[_labelled(name, worker)] = number
 
 

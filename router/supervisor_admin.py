@@ -1,6 +1,7 @@
 """The operator's side of a router with several workers: one page of metrics, one health.
 
-GET  /metrics           of all workers: counters and histograms added up, gauges by worker
+GET  /metrics           of all workers: counters and histograms added up, those that have ended
+                        included, gauges by worker
 GET  /health            which workers live; 503 if none does
 GET  /ready             whether some worker is ready
      /debug/…?worker=1  passed to one worker's own port; the first that lives if none is named
@@ -34,6 +35,8 @@ class SupervisorAdmin:
         self._pool = pool
         self._forwarder = Forwarder(pool)
         self._ports: dict[int, int] = {}
+        self._pages: dict[int, str] = {}  # the last of each worker, by its process
+        self._ended = ""  # what workers that are no more have counted
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> None:
@@ -86,11 +89,15 @@ class SupervisorAdmin:
 
     async def _metrics(self, exchange: Exchange) -> None:
         answers = await self._ask_all(b"/metrics")
-        pages = {
-            str(number): answer.text for number, answer in answers.items() if answer.status == 200
-        }
-        own = self._own_metrics(len(pages))
-        exchange.respond(200, (_TEXT,), (merge_pages(pages) + own).encode())
+        answered = {n: answer for n, answer in answers.items() if answer.status == 200}
+        self._pages |= {answer.pid: answer.text for answer in answered.values()}
+        living = [place.worker for place in self._supervisor.places if place.worker is not None]
+        for pid in self._pages.keys() - {worker.ready.pid for worker in living}:
+            self._ended = merge_pages({}, (self._ended, self._pages.pop(pid)))
+        silent = self._pages.keys() - {answer.pid for answer in answered.values()}
+        pages = {str(n): answer.text for n, answer in answered.items() if answer.pid in self._pages}
+        page = merge_pages(pages, (self._ended, *(self._pages[pid] for pid in silent)))
+        exchange.respond(200, (_TEXT,), (page + self._own_metrics(len(pages))).encode())
 
     def _own_metrics(self, answered: int) -> str:
         restarts = sum(place.restarts for place in self._supervisor.places)
@@ -127,8 +134,8 @@ class SupervisorAdmin:
         head = b"GET %b HTTP/1.1\r\n" % path
         answers: dict[int, _Answer] = {}
         for place in self._supervisor.places:
-            if self._connect(place):
-                answer = answers[place.number] = _Answer()
+            if place.worker is not None and self._connect(place):
+                answer = answers[place.number] = _Answer(place.worker.ready.pid)
                 self._pool.send(place.number, head, b"", answer, first_byte_s=_ANSWER_S_MAX)
         await asyncio.gather(*(answer.done for answer in answers.values()))
         return answers
@@ -138,11 +145,13 @@ class _Answer:
     """A worker's whole answer; a sink of the pool.
 
     Attributes:
+        pid: whose it is.
         status: 0 if it did not come.
         done: set when it has come, or will not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.status = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._parts: list[bytes] = []

@@ -84,9 +84,13 @@ async def _lines(path: Path, count: int) -> bool:
 
 
 async def test_a_worker_that_dies_is_started_anew() -> None:
-    """Killing one of two leaves the port served, and a successor takes its place."""
+    """Killing one of two leaves the port served; a successor takes its place, no count falls."""
     async with stack("--workers", "2") as plane, HttpClient() as http:
         admin = plane.admin_urls[0]
+        async with SteadyLoad(plane.url) as load:
+            await load.answers(60)
+        before = total(await page(admin), "multiplane_requests_total")
+        assert before == load.answered
         victim = (await http.get(f"{admin}/health"))["workers"][0]["pid"]
         os.kill(victim, signal.SIGKILL)
 
@@ -100,6 +104,9 @@ async def test_a_worker_that_dies_is_started_anew() -> None:
         async with SteadyLoad(plane.url) as load:
             await load.answers(20)
         assert not load.failures
+        text = await page(admin)
+        assert total(text, "multiplane_requests_total") == before + load.answered
+        assert len(re.findall(r"^multiplane_http_connections_open", text, re.M)) == 2
 
 
 async def test_renewing_all_workers_loses_no_request() -> None:

@@ -59,6 +59,17 @@ def test_histograms_add_up() -> None:
     assert found[f"{name}_sum", frozenset()] == 60.4
 
 
+def test_what_has_ended_still_counts() -> None:
+    """Counters of a page that is only counted add up; its gauges are nobody's any more."""
+    ended = merge_pages({}, (page(2, 10), page(3, 20)))
+    assert not [key for key in samples(ended) if key[0].endswith("connections_open")]
+    found = samples(merge_pages({"0": page(4, 30)}, (ended,)))
+    labels = frozenset({"model": "m", "endpoint": "chat", "outcome": "ok", "status": "2xx"}.items())
+    assert found["multiplane_requests_total", labels] == 9
+    open_now = {key: value for key, value in found.items() if key[0].endswith("connections_open")}
+    assert list(open_now.values()) == [30]
+
+
 def test_one_page_keeps_its_meaning() -> None:
     """Comments, types and values survive; nobody's page is an empty page."""
     alone = merge_pages({"0": page(1, 1)})
