@@ -13,10 +13,15 @@ Theory of operation. The breaker is a table of states and events; time is passed
     HALF_OPEN  success     that many                               CLOSED     forget failures
     HALF_OPEN  failure                                             OPEN       wait twice as long
     any        abandoned   the client left: nothing was learnt     same       next probe may go
+    CLOSED     pardoned                                            CLOSED     one failure less
+    OPEN       pardoned                                            OPEN       a probe may go at once
+    HALF_OPEN  pardoned                                            HALF_OPEN  next probe may go
 
 What counts is decided by `judge`: connection failures, resets, time-outs, nonsense and 5xx are
 failures; anything else the engine answered, 4xx included, shows that it works; a client that left,
-a full pool or a router out of sockets shows nothing.
+a full pool or a router out of sockets shows nothing. A failure is pardoned that turns out to be the
+request's own fault, as other instances answer it with a 5xx as well: or else one client with a
+request that no engine can bear would take instance after instance from all others.
 
 Invariants: in HALF_OPEN one probe is out at a time, and one that is never reported (a lost call) is
 given up after `probe_s`, so no state is for ever; waits double up to `open_s_max`, and are short
@@ -50,6 +55,7 @@ class Verdict(StrEnum):
     SUCCESS = "success"
     FAILURE = "failure"
     ABANDONED = "abandoned"
+    PARDONED = "pardoned"  # an earlier failure was none
 
 
 class BreakerPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +172,13 @@ class Breaker:
         self._wait_s = min(2 * self._wait_s, self._policy.open_s_max)
         self._open(now_s)
 
+    def _forget_one(self, now_s: float) -> None:
+        self._failures = max(0, self._failures - 1)
+
+    def _end_wait(self, now_s: float) -> None:
+        self._wait_s = self._policy.open_s
+        self._retry_s = now_s
+
     def _drop_probe(self, now_s: float) -> None:
         self._probe_out_s = None
 
@@ -182,4 +195,7 @@ _TABLE: Final[dict[tuple[State, Verdict], Callable[[Breaker, float], None]]] = {
     (State.HALF_OPEN, Verdict.SUCCESS): Breaker._count_probe,
     (State.HALF_OPEN, Verdict.FAILURE): Breaker._reopen,
     (State.HALF_OPEN, Verdict.ABANDONED): Breaker._drop_probe,
+    (State.CLOSED, Verdict.PARDONED): Breaker._forget_one,
+    (State.OPEN, Verdict.PARDONED): Breaker._end_wait,
+    (State.HALF_OPEN, Verdict.PARDONED): Breaker._drop_probe,
 }

@@ -7,7 +7,7 @@ finds is told to the plane, so that decisions leave a broken instance out until 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from typing import Final
 
@@ -95,9 +95,16 @@ class Instances:
         self, served: ServedModel, key: Hashable, outcome: Outcome, status: int, now_s: float
     ) -> None:
         """Let an instance's breaker learn from the end of an attempt."""
+        self._learn(served, key, judge(outcome, status), now_s)
+
+    def pardon(self, served: ServedModel, keys: Iterable[Hashable], now_s: float) -> None:
+        """Take failures back that were a request's own fault."""
+        for key in keys:
+            self._learn(served, key, Verdict.PARDONED, now_s)
+
+    def _learn(self, served: ServedModel, key: Hashable, verdict: Verdict, now_s: float) -> None:
         assert isinstance(key, tuple)
         instance_id: str = key[1]
-        verdict = judge(outcome, status)
         breaker = self.breakers.get(key)
         if breaker is None:
             if verdict is not _FAILURE:
@@ -107,7 +114,7 @@ class Instances:
             breaker = self.breakers[key] = Breaker(self._policy)
         before = breaker.state
         breaker.ended(verdict, now_s)
-        if breaker.state is not before:
+        if breaker.state is not before or verdict is Verdict.PARDONED:
             self._show(served, instance_id, breaker, now_s)
 
     def _show(self, served: ServedModel, instance_id: str, breaker: Breaker, now_s: float) -> None:

@@ -70,6 +70,7 @@ class Routing:
     __slots__ = (
         "_attempt",
         "_endpoint",
+        "_failed_at",
         "_gate",
         "_over",
         "_read_s",
@@ -106,6 +107,7 @@ class Routing:
         self._ticket: Ticket | None = None
         self._attempt = 0
         self._tried: tuple[str, ...] = ()
+        self._failed_at: tuple[Hashable, ...] = ()  # where it was answered with a 5xx
         self._ttft_s: float | None = None
         self._read_s = 0.0
         self.wait: Wait | None = None
@@ -305,6 +307,8 @@ class Routing:
     def on_attempt_end(self, key: Hashable, outcome: Outcome, status: int, now_s: float) -> None:
         """Let the instance's breaker learn from an attempt."""
         self.router.instances.ended(self._resolved.served, key, outcome, status, now_s)
+        if status >= 500:
+            self._failed_at = (*self._failed_at, key)
 
     def on_end(
         self, outcome: Outcome, status: int, body_bytes: int, now_s: float, usage_tail: bytes
@@ -313,6 +317,8 @@ class Routing:
         word = _OUTCOMES.get(outcome, "upstream_error")
         if outcome is _COMPLETED and status >= 500:
             word = "upstream_error"
+        if len(set(self._failed_at)) > 1 and word != "ok":  # It was the request, not the instances.
+            self.router.instances.pardon(self._resolved.served, self._failed_at, now_s)
         usage = read_usage(usage_tail)
         estimate = 0
         if status >= 400 or word == "upstream_error":

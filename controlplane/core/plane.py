@@ -395,7 +395,7 @@ class Plane:
         instance.breaker_open = event.open
         instance.breaker_s = now_s
         self.fleet.refresh(instance, now_s)
-        return [Note("breaker", event.instance_id, "open" if event.open else "closed")]
+        return [Note("breaker", event.instance_id, "open" if event.open else "sent to again")]
 
     def _paused(self, event: Paused, now_s: float) -> list[Effect]:
         """Blame nobody for a silence that was our own deafness."""

@@ -13,10 +13,11 @@ POLICY = BreakerPolicy(
     failures_to_open=3, window_s=10, open_s=1, open_s_max=4, successes_to_close=2, probe_s=5
 )
 VERDICTS = {"S": Verdict.SUCCESS, "F": Verdict.FAILURE, "A": Verdict.ABANDONED}
+VERDICTS |= {"P": Verdict.PARDONED}
 
 
 def run(script: str) -> tuple[Breaker, float]:
-    """Run a script: S, F, A end a request, > sends one, numbers wait; return breaker and clock."""
+    """Run a script: S, F, A, P end requests, > sends one, numbers wait; return breaker, clock."""
     breaker, now_s = Breaker(POLICY), 0.0
     for step in script.split():
         if step in VERDICTS:
@@ -43,6 +44,12 @@ TABLE = [
     ("F F F 1 >", State.HALF_OPEN, False),  # one probe at a time
     ("F F F 1 > S", State.HALF_OPEN, True),
     ("F F F 1 > S > S", State.CLOSED, True),
+    ("F F P F", State.CLOSED, True),  # a pardoned failure does not count
+    ("P F F F", State.OPEN, False),  # and none is forgiven in advance
+    ("F F F P", State.OPEN, True),  # what opened it was none: it may be tried at once
+    ("F F F 1 > F P > F 1", State.OPEN, False),
+    ("F F F 1 > F P > F 2", State.OPEN, True),
+    ("F F F 1 > P", State.HALF_OPEN, True),
     ("F F F 1 > S > S F F", State.CLOSED, True),  # closed with a clean slate
     ("F F F 1 > A", State.HALF_OPEN, True),  # the client left: another probe may go
     ("F F F 1 > 4.9", State.HALF_OPEN, False),
@@ -96,7 +103,8 @@ def test_judgement(outcome: Outcome, status: int, verdict: Verdict) -> None:
 
 def test_every_outcome_is_judged() -> None:
     """No outcome is left out of the judgement above."""
-    assert {judge(outcome, 200) for outcome in Outcome} == set(Verdict)
+    judged = {judge(outcome, 200) for outcome in Outcome}
+    assert judged == {Verdict.SUCCESS, Verdict.FAILURE, Verdict.ABANDONED}
 
 
 STEPS = st.lists(

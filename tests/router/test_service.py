@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from controlplane.operator import Operator
+from router.breaker import State
 from schemas import subjects
 from schemas.bus import Finished, FleetRows, Prefilled, Routed
 from tests.core.plane_helpers import Publisher, prompt
@@ -132,6 +133,25 @@ async def test_a_failing_instance_is_left_for_another() -> None:
         await until(all_told)
         assert "retried" in outcomes
         assert not rig.served.plane.requests.tickets
+
+
+async def test_a_request_that_no_engine_can_bear_is_blamed_on_none() -> None:
+    """One that is a 5xx everywhere opens no breaker; an instance that fails alone opens its own."""
+    async with ServiceRig() as rig:
+        for name in "abc":
+            await rig.instance(name)
+        breakers = rig.process.router.instances.breakers
+        for _ in range(20):
+            error = await rig.refusal("/v1/chat/completions?mode=json&status=500", chat("hi"))
+            assert error.status == 500
+        assert {key[1]: breaker.state for key, breaker in breakers.items()} == dict.fromkeys(
+            "abc", State.CLOSED
+        )
+        rig.engines["a"].behaviour = Behaviour(status=500)
+        for number in range(40):
+            await rig.chat(f"{number}")
+        assert breakers[MODEL, "a"].state is State.OPEN
+        assert breakers[MODEL, "b"].state is State.CLOSED
 
 
 async def test_a_client_error_passes_through_and_is_not_retried() -> None:
