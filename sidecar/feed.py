@@ -95,7 +95,11 @@ class BlockFeed:
         Raises:
             SourceError: the engine's endpoint makes no sense.
         """
-        await self.source.start(self._message)
+        try:
+            await self.source.start(self._message)
+        except SourceError:
+            await self.source.close()
+            raise
         self._service = await self._bus.serve(
             subjects.snapshot(self._model, self.instance_id), self._serve_snapshot
         )

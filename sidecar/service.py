@@ -77,6 +77,7 @@ class SidecarService:
         self._started_wall_s: float | None = None
         self._failures = 0
         self._look_again = self._stopping = self._ended = False
+        self._reminders = Reminders()
         self._names_due_s = self._refusal_due_s = self._rivals_due_s = float("-inf")
         self._rivals = Rivals()
         self._create_due_s = float("-inf")
@@ -112,7 +113,6 @@ class SidecarService:
     async def _watch(self) -> None:
         """Follow the engine's life."""
         waiting_since_s = said_s = time.monotonic()
-        reminders = Reminders()
         while True:
             try:
                 await self._http.check_health()
@@ -135,11 +135,17 @@ class SidecarService:
                 if self.state == "ready" and self._failures >= self.config.health_failures_max:
                     self.lose(str(error))
             except SourceError as error:
-                if reminders.due(str(error), time.monotonic()):
-                    logger.error("the engine's KV events cannot be followed: %s", error)
+                self.counts["engine_errors"] += 1
+                text = f"the engine's KV events cannot be followed: {error}"
+                self._say(logging.ERROR, "events", text)
             every_s = self.config.health_s
             away = self.state in ("starting", "stopped")
             await asyncio.sleep(min(every_s, _RETRY_S) if away else every_s)
+
+    def _say(self, level: int, subject: str, text: str) -> None:
+        """Log what is found at every look at the engine, ever less often."""
+        if self._reminders.due(text, time.monotonic(), subject):
+            logger.log(level, "%s", text)
 
     def _refuse(self, reason: str) -> None:
         """Do not speak for what is no engine, whatever was there before."""
@@ -200,13 +206,11 @@ class SidecarService:
         """Give every rank of the engine an instance, in place of earlier ones."""
         before = self.instances
         await self._close()
-        logger.info(
-            "engine %s serves %s (vLLM %s) on %d rank(s)",
-            self.config.engine_url,
-            facts.model,
-            facts.version or "of unknown version",
-            len(facts.ranks),
+        text = (
+            f"engine {self.config.engine_url} serves {facts.model} "
+            f"(vLLM {facts.version or 'of unknown version'}) on {len(facts.ranks)} rank(s)"
         )
+        self._say(logging.INFO, "engine", text)
         for rank in facts.ranks:
             instance_id = self._instance_id(rank, several=len(facts.ranks) > 1)
             feed = await self._feed(facts, rank, instance_id)
@@ -218,20 +222,20 @@ class SidecarService:
         self, facts: EngineFacts, rank: RankFacts, instance_id: str
     ) -> BlockFeed | None:
         if rank.source is None:
-            logger.warning(
-                "%s publishes no KV events, so its cache is invisible to routers; start it with "
-                "--enable-prefix-caching and --kv-events-config "
+            text = (
+                f"{instance_id} publishes no KV events, so its cache is invisible to routers; "
+                "start it with --enable-prefix-caching and --kv-events-config "
                 '\'{"enable_kv_cache_events": true, "publisher": "zmq", '
-                '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'',
-                instance_id,
+                '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\''
             )
+            self._say(logging.WARNING, instance_id, text)
             return None
         if not rank.source.replay_endpoint:
-            logger.warning(
-                "%s has no replay socket: every lost event empties its block set; set "
-                '"replay_endpoint" in --kv-events-config',
-                instance_id,
+            text = (
+                f"{instance_id} has no replay socket: every lost event empties its block set; set "
+                '"replay_endpoint" in --kv-events-config'
             )
+            self._say(logging.WARNING, instance_id, text)
         feed = BlockFeed(
             self._bus, facts.model, instance_id, rank.source, self.config, self._changed
         )

@@ -458,3 +458,19 @@ async def test_an_engine_that_is_not_there_yet_is_waited_for() -> None:
         assert service.state == "starting"
     assert await (await bus.bucket(subjects.INSTANCES)).keys() == []
     await world.close()
+
+
+async def test_events_that_cannot_be_followed_are_told_now_and_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The sidecar tries again and again, and says so ever less often."""
+    caplog.set_level(logging.INFO)
+    world = MemoryWorld()
+    bus = await world.bus()
+    async with serving() as client, sidecar_of(client.url, bus, kv_endpoint="nonsense") as service:
+        await eventually(lambda: service.counts["engine_errors"] > 3)
+        assert service.state == "starting"
+        assert caplog.text.count("engine http") == 1
+        assert caplog.text.count("cannot be followed") == 1
+        assert caplog.text.count("no replay socket") == 1
+    await world.close()
