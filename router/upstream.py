@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol
@@ -46,6 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from router.http_head import ResponseHead
+
+logger = logging.getLogger(__name__)
+
+COMPLAINT_S: Final = 10.0
+"""An instance's faults are logged once in so long, whatever their number."""
 
 # What this process or machine is out of: descriptors, memory for sockets, local ports.
 _OUR_FAULT: Final = frozenset(
@@ -84,7 +90,16 @@ class Instance:
         gone: it has been removed or replaced; its connections end with their calls.
     """
 
-    __slots__ = ("_idle", "connections_open", "gone", "head_end", "host", "port", "tls")
+    __slots__ = (
+        "_idle",
+        "_quiet_until_s",
+        "connections_open",
+        "gone",
+        "head_end",
+        "host",
+        "port",
+        "tls",
+    )
 
     def __init__(
         self,
@@ -100,6 +115,7 @@ class Instance:
         self.head_end = b"host: %b\r\n%b\r\n" % (authority.encode(), header_lines)
         self.connections_open = 0
         self.gone = False
+        self._quiet_until_s = 0.0
         self._idle: dict[UpstreamConnection, None] = {}  # least recently used first
 
     @property
@@ -128,6 +144,12 @@ class Instance:
         """Count a connection out that is closed, or never came to be."""
         self._idle.pop(connection, None)
         self.connections_open -= 1
+
+    def complain(self, problem: str, now_s: float) -> None:
+        """Log what is wrong with it, unless something was a moment ago."""
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + COMPLAINT_S
+            logger.warning("engine %s:%d: %s", self.host, self.port, problem)
 
     def close_idle(self, oldest_s: float) -> None:
         """Close the idle connections put aside before `oldest_s`."""
@@ -394,6 +416,8 @@ class UpstreamPool:
                 )
         except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
             connection.give_up()
+            in_vain = str(error) or f"no connection within {self.limits.connect_s:g} s"
+            instance.complain(f"cannot be reached: {in_vain}", self.now_s)
             self.failed(call, _kind_of(error))
             return
         if call.ended:

@@ -239,15 +239,18 @@ class UpstreamConnection(asyncio.Protocol):
             stop = data.find(b"\r\n\r\n", start, most) + 4
             if stop < 4:
                 data = data[start:]
-                if start + len(data) >= most or not _is_plausible(data):
-                    self._fail(ErrorKind.BAD_RESPONSE)
+                if start + len(data) >= most:
+                    self._fail(f"heads of more than {self._pool.limits.head_bytes_max} B")
+                    return
+                if not _is_plausible(data):
+                    self._fail("no HTTP/1.x")
                     return
                 self._held, self._left = data, most - start
                 return
             try:
                 head, call.length = self._pool.heads.parse(data[start:stop])
-            except HeadError:
-                self._fail(ErrorKind.BAD_RESPONSE)
+            except HeadError as error:
+                self._fail(error.message)
                 return
             start = stop
             if head.status >= 200:
@@ -282,8 +285,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Pass on a chunked body's bytes that are not just one chunk."""
         try:
             stop = self._scanner.feed(data)
-        except ChunkError:
-            self._fail(ErrorKind.BAD_RESPONSE)
+        except ChunkError as error:
+            self._fail(str(error))
             return
         if stop < 0:
             self._pass(data)
@@ -326,12 +329,13 @@ class UpstreamConnection(asyncio.Protocol):
             self.close()
         self._pool.ended(call)
 
-    def _fail(self, kind: ErrorKind) -> None:
-        """Close, and end the call with an error."""
+    def _fail(self, problem: str) -> None:
+        """Close, and end the call: the answer is not fit to be passed on."""
         call = self._call
         assert call is not None
+        self._instance.complain(f"its answer cannot be passed on: {problem}", self._pool.now_s)
         self.drop()
-        self._pool.failed(call, kind)
+        self._pool.failed(call, ErrorKind.BAD_RESPONSE)
 
     def _detach(self) -> None:
         """Part from the call, and leave it what is known of its body."""

@@ -10,11 +10,17 @@ from contextlib import contextmanager
 import pytest
 
 from router.http_proxy import Outcome
-from router.limits import CONNECTIONS_LEAST, FILES_RESERVED, ServerLimits, within_files
+from router.limits import (
+    CONNECTIONS_LEAST,
+    FILES_RESERVED,
+    ServerLimits,
+    UpstreamLimits,
+    within_files,
+)
 from router.upstream import ErrorKind, UpstreamPool
-from tests.router.fake_engine import Behaviour, Mode
+from tests.router.fake_engine import Behaviour, FakeEngine, Mode
 from tests.router.http_rig import UPSTREAM_LIMITS, Rig, on_uvloop, parse_answers, request, until
-from tests.router.test_upstream import HEAD, Collector
+from tests.router.test_upstream import HEAD, Collector, closed_port
 
 LENGTH_9 = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
 OTHERS = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"
@@ -73,6 +79,32 @@ async def test_a_name_that_cannot_be_one_fails_the_call() -> None:
     await until(lambda: sink.end)
     assert sink.end == ErrorKind.CONNECT_FAILED
     await pool.close()
+
+
+@on_uvloop
+async def _fail_in_two_ways(limits: UpstreamLimits) -> None:
+    """Call an engine that speaks no HTTP, twice, and one that is not there."""
+    pool, engine = UpstreamPool(limits), FakeEngine(Behaviour(mode=Mode.RAW, raw=b"SSH-2.0\r\n"))
+    pool.put("strange", "127.0.0.1", await engine.start())
+    pool.put("absent", "127.0.0.1", closed_port())
+    for key in ("strange", "strange", "absent"):
+        sink = Collector()
+        pool.send(key, HEAD, b"", sink)
+        await until(lambda sink=sink: sink.end)  # type: ignore[misc]
+    await pool.close()
+    await engine.stop()
+
+
+def test_what_is_wrong_with_an_engine_is_told_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Why it cannot be reached, or what it sent, is in the log, not once for each request."""
+    _fail_in_two_ways(UPSTREAM_LIMITS)
+    said = [record.message for record in caplog.records if record.name == "router.upstream"]
+    strange, absent = said
+    assert strange.endswith("its answer cannot be passed on: no HTTP/1.x")
+    assert "cannot be reached: " in absent
+    assert "Connection refused" in absent
 
 
 @contextmanager
