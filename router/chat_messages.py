@@ -58,8 +58,8 @@ def normalise_messages(
         return error.outcome
 
 
-def _message(message: dict[str, Any], content_format: ContentFormat) -> Message:
-    role = message.get("role")
+def _message(message: Any, content_format: ContentFormat) -> Message:
+    role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise _Unreadable(Reason.INVALID, "a message has no role")
     content = message.get("content")
@@ -109,9 +109,11 @@ def _text_part(part: Any) -> dict[str, Any]:
     """Return a text part with the keys that templates see."""
     if not isinstance(part, dict):
         raise _Unreadable(Reason.INVALID, "a content part is no object")
-    kind = part.get("type")
+    kind = part.get("type", "")
+    if not isinstance(kind, str):
+        raise _Unreadable(Reason.INVALID, "a content part whose type is no text")
     if kind not in _TEXT_PARTS:
-        raise _Unreadable(Reason.MULTIMODAL, f"a content part of type {str(kind)[:32]}")
+        raise _Unreadable(Reason.MULTIMODAL, f"a content part of type {kind[:32]}")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str) or part.get("uuid") is not None:
         raise _Unreadable(Reason.INVALID, "a text part without text")
@@ -169,6 +171,8 @@ def _object(arguments: str) -> dict[str, Any]:
         parsed = json.loads(arguments)
     except ValueError:
         return {}
+    except RecursionError as error:
+        raise _Unreadable(Reason.INVALID, "arguments that are nested too deeply") from error
     return parsed if isinstance(parsed, dict) else {}
 
 

@@ -22,6 +22,7 @@ class Reason(StrEnum):
     CARD_DIFFERS = "card_differs"  # the engine tokenizes otherwise than its model card says
     CHAT_RULES = "chat_rules"  # the model's chats are rendered by engine code, not by a template
     CLOCK = "clock"  # the template prints the time of day
+    FAILED = "failed"  # a fault of this router, which its log describes
     INVALID = "invalid"  # the engine refuses such a request
     MULTIMODAL = "multimodal"  # images, audio, video, embeddings
     NO_TEMPLATE = "no_template"  # the model card has no chat template, or one that cannot be read

@@ -2,11 +2,15 @@
 
 What is short is read without suspending. What is long is read in turns with the other requests, and
 what has many parts by a thread, since it is Python that runs then: nobody is held up.
+
+A body that the reader fails at, by a fault of its own, is no reason to refuse what an engine may
+well answer: it is logged, and the request goes by load.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Generator
 from typing import Any, Final
 
@@ -16,6 +20,8 @@ from router.prompt import Inexact, Prompt, Reason
 from router.surface import Asked, Parsed, as_generation
 from router.tokens import PromptReader
 from schemas.openai import ChatRequest, CompletionRequest, ResponsesRequest
+
+logger = logging.getLogger(__name__)
 
 PARTS_MAX: Final = 16_384
 """Messages or items of a prompt that is read; what has more goes by load."""
@@ -44,7 +50,10 @@ def read(served: ServedModel, asked: Asked, lora: str | None) -> Reading | Rest:
         return Inexact(Reason.TOO_LONG)
     if asked.heavy or asked.altered:
         return _begin(_read_in_thread(served, reader, asked, lora))
-    generation = as_generation(served, asked.parsed)
+    try:
+        generation = as_generation(served, asked.parsed)
+    except Exception:
+        return _failed()
     if isinstance(generation, Inexact):
         return generation
     return _begin(_reading(reader, generation, lora, tokens_max, heavy=False))
@@ -74,7 +83,10 @@ def _is_cut(parsed: Parsed | None) -> bool:
 async def _read_in_thread(
     served: ServedModel, reader: PromptReader, asked: Asked, lora: str | None
 ) -> Reading:
-    generation = await asyncio.to_thread(as_generation, served, asked.parsed)
+    try:
+        generation = await asyncio.to_thread(as_generation, served, asked.parsed)
+    except Exception:
+        return _failed()
     if isinstance(generation, Inexact):
         return generation
     found = await _reading(reader, generation, lora, served.max_model_len, heavy=asked.heavy)
@@ -94,9 +106,18 @@ async def _reading(
     if asked.kv_transfer_params and "prompt_token_ids" in asked.kv_transfer_params:
         return Inexact(Reason.UNSUPPORTED, "token ids from another engine")
     extras = NO_EXTRAS if lora is None else Extras(lora)
-    if isinstance(asked, ChatRequest):
-        return await reader.read_chat(asked, extras, tokens_max=tokens_max, heavy=heavy)
-    return await reader.read_completion(asked, extras, tokens_max=tokens_max)
+    try:
+        if isinstance(asked, ChatRequest):
+            return await reader.read_chat(asked, extras, tokens_max=tokens_max, heavy=heavy)
+        return await reader.read_completion(asked, extras, tokens_max=tokens_max)
+    except Exception:
+        return _failed()
+
+
+def _failed() -> Inexact:
+    """Log the exception that is being handled, and let the request go by load."""
+    logger.exception("a prompt could not be read: this is a bug, and its request goes by load")
+    return Inexact(Reason.FAILED)
 
 
 def _begin(reading: Coroutine[Any, Any, Reading]) -> Reading | Rest:

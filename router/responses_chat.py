@@ -156,6 +156,6 @@ def _is_unfinished(item: dict[str, Any]) -> bool:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a function in a chat's form."""
     if tool.get("type") != "function":
-        raise Unreadable(Reason.UNSUPPORTED, f"a tool of type {str(tool.get('type'))[:32]}")
+        raise Unreadable(Reason.UNSUPPORTED, "a tool that is no function")
     names = ("name", "description", "parameters", "strict", "defer_loading")
     return {"type": "function", "function": {name: tool.get(name) for name in names}}

@@ -301,6 +301,7 @@ def test_reasoning_has_two_names() -> None:
     ("message", "why"),
     [
         ({"content": "x"}, Reason.INVALID),
+        (["user", "x"], Reason.INVALID),
         ({"role": 5, "content": "x"}, Reason.INVALID),
         ({"role": "user", "content": None}, Reason.INVALID),
         ({"role": "user", "content": 5}, Reason.INVALID),
@@ -311,6 +312,9 @@ def test_reasoning_has_two_names() -> None:
          Reason.MULTIMODAL),
         ({"role": "user", "content": [{"image_url": "u"}]}, Reason.MULTIMODAL),
         ({"role": "user", "content": [{"type": "input_audio"}]}, Reason.MULTIMODAL),
+        ({"role": "user", "content": [{"type": ["text"], "text": "a"}]}, Reason.INVALID),
+        ({"role": "user", "content": [{"type": {}, "text": "a"}]}, Reason.INVALID),
+        (call("[" * 100_000), Reason.INVALID),
         ({"role": "assistant", "content": "x", "tool_calls": 5}, Reason.INVALID),
         ({"role": "assistant", "content": "x", "tool_calls": [5]}, Reason.INVALID),
         ({"role": "assistant", "content": "x", "tool_calls": [{"type": "custom"}]}, Reason.INVALID),
@@ -319,7 +323,7 @@ def test_reasoning_has_two_names() -> None:
         ({"role": "developer", "content": "x", "tools": []}, Reason.UNSUPPORTED),
     ],
 )  # fmt: skip
-def test_messages_that_are_not_followed(message: dict[str, Any], why: Reason) -> None:
+def test_messages_that_are_not_followed(message: Any, why: Reason) -> None:
     """Whatever is no plain text has a reason, and never a wrong rendering."""
     assert reason(normalise_messages([message], "string")) == why
 

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from controlplane.core.plane import Plane
+from router import reading
 from router.big_bodies import TEXT_BYTES_MAX, read_big
 from router.directory import ServedModel
+from router.prefix_cache import PrefixCache
 from router.prompt import Inexact, Reason
-from router.reading import read
+from router.reading import Rest, read
 from router.surface import ENDPOINTS, PASS_THROUGH, Asked
+from router.tokens import PromptReader
+from schemas.openai import decode_chat
 from tests.router.test_tokens import card, reader
 
 pytestmark = pytest.mark.slow
@@ -80,3 +84,32 @@ async def test_texts_of_what_is_no_single_prompt_say_nothing_of_its_length(
     """Many short prompts, or none, or what a template may leave out: the engine will say."""
     found = await reading_of(path, {"model": "m", **body}, executor)
     assert found.tokens_min < CONTEXT
+
+
+class Faulty(PromptReader):
+    """A reader with a fault."""
+
+    async def read_chat(self, *_: Any, **__: Any) -> Any:
+        """Fail as code does that has overlooked something."""
+        raise TypeError("unhashable type: 'list'")
+
+
+async def test_a_fault_of_the_reader_costs_no_request(
+    executor: Executor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it overlooks, in whichever step, is logged, and the request goes by load."""
+    served = ServedModel("m", Plane("m", "router-a", 1))
+    served.reader = Faulty(card(), PrefixCache(1_000_000), executor)
+    parsed = decode_chat(b'{"model":"m","messages":[{"role":"user","content":"hi"}]}')
+    asked = Asked(parsed, 100)
+    assert read(served, asked, None) == Inexact(Reason.FAILED)
+
+    def fail(*_: object) -> None:
+        raise TypeError("unhashable type: 'list'")
+
+    monkeypatch.setattr(reading, "as_generation", fail)
+    assert read(served, asked, None) == Inexact(Reason.FAILED)
+    rest = read(served, Asked(parsed, 100, heavy=True), None)
+    assert isinstance(rest, Rest)
+    assert await rest == Inexact(Reason.FAILED)
+    assert caplog.text.count("could not be read") == 3
