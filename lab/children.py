@@ -14,6 +14,7 @@ import msgspec
 
 START_S_MAX = 30.0
 STOP_S_MAX = 10.0
+_POLL_S = 0.01
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,6 +62,7 @@ class Child:
         Raises:
             ChildStartError: it ended, or said nothing for START_S_MAX.
         """
+        self._close_pipe()
         if self._log is None:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
         self._process = await asyncio.create_subprocess_exec(
@@ -105,8 +107,14 @@ class Child:
         self.signal(signal.SIGSTOP if on else signal.SIGCONT)
 
     async def wait(self) -> int:
-        """Return its exit status once it has ended."""
+        """Return its exit status once it has ended.
+
+        What it left running may hold its standard output for long; asyncio would wait for it, too.
+        """
         assert self._process is not None
+        while self._process.returncode is None:  # noqa: ASYNC110 (asyncio tells nobody)
+            await asyncio.sleep(_POLL_S)
+        self._close_pipe()
         return await self._process.wait()
 
     async def stop(self) -> None:
@@ -127,6 +135,12 @@ class Child:
 
     def close(self) -> None:
         """Forget its log. Call once it has ended."""
+        self._close_pipe()
         if self._log is not None:
             self._log.close()
             self._log = None
+
+    def _close_pipe(self) -> None:
+        """Close our end of the pipe of a process that has ended; asyncio itself has no call."""
+        if self._process is not None and not self.running:
+            self._process._transport.close()  # type: ignore[attr-defined]

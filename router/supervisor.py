@@ -90,6 +90,7 @@ class Worker:
             raise WorkerError("a worker did not start; its log says why", status) from error
         except BaseException:
             process.kill()
+            await process.wait()
             raise
 
     async def ended(self) -> int:

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,21 +59,26 @@ def _cost_s(item: pytest.Item) -> float:
     return 3.0 if _is_paced(item) else 1.0 if item.get_closest_marker("slow") else 0.01
 
 
-class _Openings:
-    """Whether anything was opened that must be closed: a socket, a child process, a loop."""
+class _Watch:
+    """What has happened since the last test began.
 
-    _EVENTS = frozenset({"socket.__new__", "subprocess.Popen"})  # a loop has sockets of its own
+    Attributes:
+        opened: something that must be closed: a socket, a child process, a loop with its sockets.
+        failed: a test; what it had open is kept by its traceback, until another one runs.
+    """
+
+    _OPENINGS = frozenset({"socket.__new__", "subprocess.Popen"})
 
     def __init__(self) -> None:
-        self.seen = False
+        self.opened = self.failed = False
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, _: object) -> None:
-        if event in self._EVENTS:
-            self.seen = True
+        if event in self._OPENINGS:
+            self.opened = True
 
 
-_openings = _Openings()
+_watch = _Watch()
 
 
 def pytest_collection_finish() -> None:
@@ -81,17 +87,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_exception_interact() -> None:
+    """Note that a test, or a fixture, has failed."""
+    _watch.failed = True
+
+
 @pytest.fixture(autouse=True)
 def _blamed_if_it_leaves_anything_open() -> Iterator[None]:
     """Find what is left open while it is known who did it; set up first, and so ended last.
 
     A socket, file or loop that nobody closed warns when the collector finds it, and warnings are
     errors. Left to itself the collector comes by much later, in a test that has opened nothing.
+    What failed has its blame already: its second try, or the next test, is not to have more of it.
     """
-    _openings.seen = False
+    if _watch.failed:
+        _forgive()
+    _watch.opened = False
     yield
-    if _openings.seen:
+    if _watch.opened and not _watch.failed:
         gc.collect()
+
+
+def _forgive() -> None:
+    """Collect what a failed test has left open, without a word."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)  # where pytest keeps the failure for debuggers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+    _watch.failed = False
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -105,7 +105,7 @@ class TcpProxy:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _HELD_BYTES)
         try:
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._target))
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             sock.close()
             raise
         return sock
