@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -156,10 +157,12 @@ _decode_named = msgspec.json.Decoder(_Named).decode
 _MULTIPART: Final = b"multipart/form-data"
 _FORM_BYTES: Final = 65_536
 """A form's small fields stand before or after its files; so much is searched at either end."""
-_FORM_MODEL: Final = re.compile(
-    rb'content-disposition:[^\r\n]*\bname="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,256})\r\n',
-    re.IGNORECASE,
-)
+_FORM_MODEL: Final = re.compile(rb'[; \t]name="model"', re.IGNORECASE)
+_FORM_FIELDS_MAX: Final = 16
+"""So many fields of this name are looked at: nobody needs more than one."""
+_FORM_HEADER_BYTES: Final = 512
+_FORM_VALUE_BYTES: Final = 256
+_DISPOSITION: Final = b"content-disposition:"
 
 
 def read_body(
@@ -190,14 +193,31 @@ def _model_of(body: bytes, content_type: bytes) -> str:
     if not body:
         return ""
     if content_type.startswith(_MULTIPART):
-        found = _FORM_MODEL.search(body, 0, _FORM_BYTES)
-        if found is None and len(body) > _FORM_BYTES:
-            found = _FORM_MODEL.search(body, len(body) - _FORM_BYTES)
-        return "" if found is None else found[1].decode("utf-8", "replace")
+        return _form_model(body, 0) or _form_model(body, max(0, len(body) - _FORM_BYTES))
     try:
         return _decode_named(body).model or ""
     except MALFORMED:
         return ""
+
+
+def _form_model(body: bytes, start: int) -> str:
+    """Return the value of a form's field `model` near `start`, empty if it is not there.
+
+    Every step looks at a bounded part of the body: one pattern for all would go over what a client
+    has made up for it again and again, for minutes.
+    """
+    fields = _FORM_MODEL.finditer(body, start, start + _FORM_BYTES)
+    for field in islice(fields, _FORM_FIELDS_MAX):
+        name_at, name_end = field.span()
+        line = body.rfind(b"\r\n", max(0, name_at - _FORM_HEADER_BYTES), name_at) + 2
+        if body[line : line + len(_DISPOSITION)].lower() != _DISPOSITION:
+            continue
+        blank = body.find(b"\r\n\r\n", name_end, name_end + _FORM_HEADER_BYTES)
+        value = blank + 4
+        end = body.find(b"\r\n", value, value + _FORM_VALUE_BYTES + 2)
+        if blank >= 0 and end >= 0:
+            return body[value:end].decode("utf-8", "replace")
+    return ""
 
 
 def is_heavy(parsed: Parsed | None, body: bytes) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -136,6 +137,28 @@ def test_the_model_is_found_in_any_body() -> None:
     assert read_body(PASS_THROUGH, form) == (None, "")
     large = form.replace(b"\x00\xff", b"\x00\xff" * 1_000_000)
     assert read_body(PASS_THROUGH, large, multipart) == (None, "whisper")
+    late = large.replace(b"--x--", b"--x\r\n\r\n" + b"z" * 100_000)
+    assert read_body(PASS_THROUGH, late, multipart) == (None, "")
+    named = b'--x\r\ncontent-disposition: form-data; filename="model"\r\n\r\nno\r\n' + form
+    assert read_body(PASS_THROUGH, bytearray(named), multipart) == (None, "whisper")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b'content-disposition: name="model" ',
+        b'content-disposition: name="model"\r\n',
+        b"content-disposition: ",
+        b' name="model"',
+        b"\r\n",
+    ],
+)
+def test_a_form_that_was_made_to_be_slow_is_not(piece: bytes) -> None:
+    """Whatever is repeated in it, a form is looked through in a few steps."""
+    body = (b"content-disposition:" + piece * 65_536)[:65_536]
+    start_s = time.monotonic()
+    assert read_body(PASS_THROUGH, body, b"multipart/form-data; boundary=x") == (None, "")
+    assert time.monotonic() - start_s < 1.0
     assert read_body(PASS_THROUGH, b'{"model":"m","x":1}') == (None, "m")
     for body in (b"", b"\xff", b"[1]", b'{"model":null}', b'{"model":7}'):
         assert read_body(PASS_THROUGH, body) == (None, "")
