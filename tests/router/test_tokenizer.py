@@ -13,9 +13,10 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from controlplane.core.hashing import pack_tokens
 from router.segments import Cutter
-from router.tokenizer import Tokenizer, TokenizerError
+from router.tokenizer import TextError, Tokenizer, TokenizerError
 from router.words import words_of
 from tests.router import tokenizer_samples as samples
+from tests.router.test_loop_lag import LagWatch
 
 BY_WORDS = ("gpt2", "cased", "packaged")
 OTHERS = ("prefix_space", "metaspace", "prepending", "wordpiece", "unigram", "greedy_space")
@@ -267,3 +268,24 @@ def test_config_that_changes_the_tokenizer_is_noticed() -> None:
     changed = {"added_tokens_decoder": {"1": {**end, "lstrip": True}}}
     assert "<|im_end|>" in str(tokenizer.explain_mismatch({}, changed))
     assert "None" in str(tokenizer.explain_mismatch({}, {"added_tokens_decoder": {"1": 5}}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", ["7", "ﬁ\u0344ẛ\u0323"])
+async def test_a_long_text_without_words_lets_others_run(piece: str) -> None:
+    """What is left to the library, in a thread, does not stop the whole process meanwhile."""
+    tokenizer, truth = loaded("gpt2")
+    text = piece * (600_000 // len(piece))
+    with ThreadPoolExecutor(1) as executor:
+        async with LagWatch() as watch:
+            await asyncio.sleep(0)  # in which it begins
+            tokens = await tokenizer.encode_long(text, executor)
+    assert watch.worst_s < 0.4
+    assert tokens == truth(text)
+
+
+async def test_half_of_a_surrogate_pair_is_no_text_in_a_thread_either() -> None:
+    """It is told as what it is, whichever way of the library finds it."""
+    tokenizer, _ = loaded("gpt2")
+    with ThreadPoolExecutor(1) as executor, pytest.raises(TextError):
+        await tokenizer.encode_long("\ud800" * 20_000, executor)
