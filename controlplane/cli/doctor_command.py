@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -17,8 +17,9 @@ from controlplane.cli.completion import complete_model
 from controlplane.cli.files import read_key
 from controlplane.cli.options import CONNECT_S, BusPlace, Json, require_url, with_bus
 from controlplane.cli.tables import printable
-from controlplane.doctor import doctor as examine
-from controlplane.doctor_canary import Finding
+
+if TYPE_CHECKING:
+    from controlplane.doctor_canary import Finding
 
 
 @with_bus
@@ -69,6 +70,9 @@ async def _examine(
     place: BusPlace, admin: str, model: str | None, key: str | None, *, quiet: bool
 ) -> list[Finding]:
     """Return the findings, printed as they come unless `quiet`."""
+    from controlplane.doctor import doctor as examine
+    from controlplane.doctor_canary import Finding
+
     console = Console()
     findings = []
 
