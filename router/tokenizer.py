@@ -122,6 +122,17 @@ class Tokenizer:
             return tokens
         return self._encode_whole(text)
 
+    def encode_if_quick(self, text: str, library_chars_max: int) -> bytes | None:
+        """Return what `encode` returns, or None where only the library can, and it would take long.
+
+        Args:
+            text: of a length that words are quick with.
+            library_chars_max: of a length that the library is quick with.
+        """
+        if self._words is not None and (tokens := self._words.encode(text)) is not None:
+            return tokens
+        return self._encode_whole(text) if len(text) <= library_chars_max else None
+
     async def encode_long(self, text: str, executor: Executor) -> bytes:
         """Return what `encode` returns, without holding up the event loop for long."""
         parts: list[bytes] = []

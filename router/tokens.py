@@ -371,13 +371,15 @@ class PromptReader:
             while True:
                 text = steps.send(tokens)  # type: ignore[arg-type]
                 left -= len(text)
+                tokens = None
                 if left >= 0:
-                    tokens = tokenizer.encode(text)
-                elif self._long_texts >= limits.long_texts_max:
+                    tokens = tokenizer.encode_if_quick(text, limits.chars_library_now_max)
+                if tokens is not None:
+                    continue
+                if self._long_texts >= limits.long_texts_max:
                     return self._count(Inexact(Reason.BUSY))
-                else:
-                    tokens = await self._encode_long(tokenizer, text)
-                    left = now_max
+                tokens = await self._encode_long(tokenizer, text)
+                left = now_max
         except StopIteration as stop:
             return self._count(stop.value)
         except TextError as error:

@@ -383,6 +383,18 @@ def test_no_handle_left_costs_reuse_alone(executor: Executor) -> None:
     assert read._cache.stats.refused_handles == 1
 
 
+async def test_what_only_the_library_can_read_is_long_sooner(executor: Executor) -> None:
+    """Odd letters, which words decline, are left to a thread where plain ones are read at once."""
+    read = reader(card(), executor)
+    for text, long_texts in (("plain words " * 1_000, 0), ("ﬁ\u0344ẛ\u0323" * 500, 0)):
+        assert isinstance(await read.read_completion(CompletionRequest(prompt=text)), Prompt)
+        assert read.stats.long_texts == long_texts
+    request = CompletionRequest(prompt="ﬁ\u0344ẛ\u0323" * 3_000)
+    odd, other = await read.read_completion(request), reader(card(), executor)
+    assert read.stats.long_texts == 1
+    assert odd == other.read_completion_now(request)
+
+
 LONG = ReadLimits(chars_now_max=50, chars_library_now_max=50, long_texts_max=2)
 
 
