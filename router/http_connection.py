@@ -264,6 +264,8 @@ class ClientConnection(asyncio.Protocol):
 
     def look_for_reset(self, now_s: float) -> None:
         """End a half-closed connection that its client has reset, or ask whether it is there."""
+        if self._transport.is_closing():
+            return  # Just now; its socket cannot be asked any more.
         sock = self._transport.get_extra_info("socket")
         if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._transport.abort()

@@ -192,3 +192,18 @@ async def test_many_that_end_their_side_leave_nothing() -> None:
         assert all(parse_answers(raw)[0].body.endswith(DONE) for raw in answers)
         await until(lambda: rig.server.connections_open == 0)
         assert rig.server._half_closed == set()
+
+
+@on_uvloop
+async def test_one_that_has_just_been_ended_is_asked_nothing_more() -> None:
+    """Two timers may come at once: the second finds no socket, and must not fail over that."""
+    async with Rig(Behaviour(mode=Mode.NEVER)) as rig:
+        client = await rig.connect()
+        client.send(request("/v1"))
+        client.writer.write_eof()
+        await until(lambda: rig.server._half_closed)
+        (connection,) = rig.server._half_closed
+        connection.abort()
+        await asyncio.sleep(0)
+        connection.look_for_reset(rig.server.now_s + 100.0)
+        await until(lambda: not rig.server._half_closed)
