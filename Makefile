@@ -12,17 +12,19 @@ JOBS   ?= 2
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(VENV)/.run: pyproject.toml
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert v >= (3, 11), f"Multiplane needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON=/path/to/python3.11"'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(BIN)/python
 	@echo "Installing Multiplane into $(VENV) (once) …"
 	@$(INSTALL) -e '.[embedded]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
-	@echo "Installing what the tests need (once) …"
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "Installing Multiplane and what its tests need into $(VENV) (once) …"
 	@$(INSTALL) -e '.[dev]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
-	@touch $@
+	@touch $(VENV)/.run $@
 
 up: $(VENV)/.run ## Start a whole plane here: NATS, emulated engines, sidecars, routers. ARGS="--help" lists what it can do.
 	@$(BIN)/multiplane up $(ARGS)

@@ -55,7 +55,7 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 @pytest.mark.slow
 def test_a_router_loads_no_client_library_that_it_does_not_use() -> None:
-    """Neither its own command nor a worker: aiohttp costs a third of a start and 8 MiB each."""
+    """Neither its own command nor a worker: aiohttp costs a quarter of a start and 8 MiB each."""
     script = (
         "import sys, controlplane.cli.app, router.main, router.worker\n"
         "assert 'nats' in sys.modules and 'aiohttp' not in sys.modules\n"
