@@ -16,10 +16,13 @@ if ! openssl x509 -in nats/tls/server.pem -noout -checkend 2592000 >/dev/null 2>
     key='-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes'
     # shellcheck disable=SC2086
     openssl req -x509 $key -keyout /tmp/ca.key -out ca.pem -days 825 -subj '/CN=multiplane bus CA' \
-        -addext basicConstraints=critical,CA:TRUE 2>/tmp/log || { cat /tmp/log; exit 1; }
+        -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign \
+        2>/tmp/log || { cat /tmp/log; exit 1; }
     # shellcheck disable=SC2086
     openssl req $key -keyout server.key -out /tmp/server.csr -subj /CN=nats 2>/tmp/log
-    echo 'subjectAltName=DNS:nats,DNS:localhost,IP:127.0.0.1' > /tmp/names
+    # Python 3.13 trusts nobody whose certificate does not name its authority's key.
+    printf '%s\n' subjectAltName=DNS:nats,DNS:localhost,IP:127.0.0.1 authorityKeyIdentifier=keyid \
+        > /tmp/names
     openssl x509 -req -in /tmp/server.csr -CA ca.pem -CAkey /tmp/ca.key -CAcreateserial \
         -CAserial /tmp/serial -days 825 -extfile /tmp/names -out server.pem 2>/tmp/log
     rm -f /tmp/ca.key # nobody else gets a certificate from this CA
