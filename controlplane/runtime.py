@@ -27,13 +27,15 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
     """
 
     async def guarded() -> int:
-        stop = asyncio.Event()
+        stop, signalled = asyncio.Event(), False
         loop = asyncio.get_running_loop()
 
         def asked() -> None:
-            if stop.is_set():
+            nonlocal signalled
+            if signalled:  # What else may have set `stop` was no signal.
                 logging.getLogger(__name__).warning("stopped at once by a second signal")
                 os._exit(130)
+            signalled = True
             stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from typing import Final
 
@@ -98,9 +97,13 @@ class Worker:
         return await self._process.wait()
 
     async def stop(self, within_s: float) -> int:
-        """Ask it to end, kill it if that takes too long, and return its exit status."""
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
+        """Ask it to end, kill it if that takes too long, and return its exit status.
+
+        By the end of its standard input: a signal would be its second, and end it at once, where
+        whoever stops the supervisor signals all of its processes, as systemd does.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
             return await asyncio.wait_for(self.ended(), within_s)
         except TimeoutError:

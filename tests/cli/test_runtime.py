@@ -62,3 +62,16 @@ def test_a_router_loads_no_client_library_that_it_does_not_use() -> None:
         "import aiohttp"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_first_signal_after_another_cause_to_stop_ends_nothing_at_once() -> None:
+    """A worker whose supervisor has told it to stop may be signalled, too, once."""
+
+    async def main(stop: asyncio.Event) -> int:
+        stop.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return 7
+
+    assert run(main) == 7

@@ -143,6 +143,23 @@ async def test_workers_end_with_their_supervisor() -> None:
             await until(gone)
 
 
+async def test_a_signal_to_all_processes_is_a_stop_like_any_other() -> None:
+    """Where workers are signalled along with their supervisor, as by systemd, streams end well."""
+    options = StackOptions(
+        engines=1, routers=1, engine_flags=("--speed", "1"), router_flags=("--workers", "2")
+    )
+    async with LocalStack(options) as plane, HttpClient() as http:
+        workers = (await http.get(f"{plane.admin_urls[0]}/health"))["workers"]
+        async with SteadyLoad(plane.url) as load:
+            await load.answers(1)
+            await asyncio.sleep(0.1)
+            for pid in (*(worker["pid"] for worker in workers), plane.routers[0].pid):
+                os.kill(pid, signal.SIGTERM)
+            load.stop()
+            assert await asyncio.wait_for(plane.routers[0].wait(), 30.0) == 0
+        assert not load.failures
+
+
 async def test_a_router_takes_over_from_another_without_a_lost_request() -> None:
     """The new one starts on the same port, then the old one is stopped: no request fails."""
     async with stack() as plane:

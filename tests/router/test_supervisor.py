@@ -20,17 +20,17 @@ pytestmark = pytest.mark.slow  # each starts some processes
 
 # Says that it serves; when it is to stop, it has something to finish, and says when it has.
 WORKER = """#!{python} -IS
-import json, os, signal, sys, time
+import json, os, sys, time
 sys.stdin.readline()
-def stop(*_):
+def stop():
     time.sleep({busy_s})
     open("{folder}/%d" % os.getpid(), "w").close()
     sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
 port = ["127.0.0.1", 1]
 print(json.dumps({{"router_id": "w", "pid": os.getpid(), "address": port, "admin_address": port}}))
 sys.stdout.flush()
-while True: signal.pause()
+sys.stdin.read()
+stop()
 """
 
 # Of two workers, one does not get any further.
