@@ -105,13 +105,15 @@ async def test_a_recording_of_a_running_plane_stands_by_itself(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    async with asyncio.timeout(30.0):
-        while not path.exists() or path.stat().st_size < 2_000:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    await run_load(stack.url, chats(20, 20.0, seed=1))
-    await said_by_now(stack)
-    recording.send_signal(signal.SIGINT)
-    said, _ = await asyncio.wait_for(recording.communicate(), 30.0)
+    try:
+        async with asyncio.timeout(30.0):
+            while not path.exists() or path.stat().st_size < 2_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await run_load(stack.url, chats(20, 20.0, seed=1))
+        await said_by_now(stack)
+    finally:
+        recording.send_signal(signal.SIGINT)
+        said, _ = await asyncio.wait_for(recording.communicate(), 30.0)
     assert recording.returncode == 0, said.decode()
     status, output = await audit_file("verify", path)
     report = json.loads(output)

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
@@ -85,6 +86,21 @@ async def test_nats_dies(stack: LocalStack) -> None:
         await stack.ready(3)
 
 
+@asynccontextmanager
+async def keeper(nats_url: str) -> AsyncIterator[None]:
+    """Have a process create what the server lacks, whenever it does."""
+    command = ("-m", "controlplane.cli.main", "bus", "init", "--watch", "--size", "0.25")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, "--nats", nats_url, stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        status = await process.wait()
+    assert status == 0
+
+
 async def test_nats_dies_and_loses_its_files(stack: LocalStack) -> None:
     """`bus init --watch` creates everything anew, sidecars fill it, and operators are obeyed."""
     server = stack.embedded
@@ -92,11 +108,7 @@ async def test_nats_dies_and_loses_its_files(stack: LocalStack) -> None:
     bus = await NatsBus.connect(stack.nats_url, name="operator")
     operator = Operator(bus, by="test")
     await operator.drain("engine-1", on=True)
-    command = ("-m", "controlplane.cli.main", "bus", "init", "--watch", "--size", "0.25")
-    keeper = await asyncio.create_subprocess_exec(
-        sys.executable, *command, "--nats", stack.nats_url, stdout=asyncio.subprocess.DEVNULL
-    )
-    async with HttpClient() as http, steady(stack) as flow:
+    async with keeper(stack.nats_url), HttpClient() as http, steady(stack) as flow:
 
         async def drained() -> set[bool]:
             states = [await http.get(f"{admin}/debug/state") for admin in stack.admin_urls]
@@ -121,5 +133,3 @@ async def test_nats_dies_and_loses_its_files(stack: LocalStack) -> None:
         await operator.drain("engine-1", on=False)
         await eventually(drained, {False}, "and lifted")
     await bus.close()
-    keeper.terminate()
-    assert await keeper.wait() == 0
