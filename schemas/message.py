@@ -12,7 +12,8 @@ U64 = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """How many there are of something; bounded so that sums of counts fit in 64 bits."""
 
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+AMOUNT_MAX = 1e15
+Amount = Annotated[float, msgspec.Meta(ge=0, le=AMOUNT_MAX)]
 """Seconds, a rate or a share: finite and not negative."""
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import aiohttp
 import msgspec
 
-from sidecar.metrics_text import MetricsPage, parse_metrics
+from schemas.message import Count
+from sidecar.metrics_text import RANKS_MAX, MetricsPage, parse_metrics
 
 T = TypeVar("T")
 
 TOKENIZE = "/tokenize"
 ANSWER_BYTES_MAX = 32 * 1024 * 1024
+# Names become subjects of the bus, which are neither empty nor of any length.
+_NAME_MAX = 1024
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=_NAME_MAX)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)]
 # uvicorn closes idle connections after 5 s; one that is reused just then fails.
 _KEEPALIVE_S = 3.0
 # How a router of ours begins its `Server` header.
@@ -45,10 +50,10 @@ class Served(msgspec.Struct, frozen=True):
         owned_by: what serves it: `vllm`.
     """
 
-    id: str
+    id: _Name
     root: str | None = None
     parent: str | None = None
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     owned_by: str = ""
 
 
@@ -67,7 +72,7 @@ class _Models(msgspec.Struct):
 
 
 class _Load(msgspec.Struct):
-    server_load: int
+    server_load: Annotated[int, msgspec.Meta(le=1 << 53)]
 
 
 class _Version(msgspec.Struct):
@@ -144,7 +149,7 @@ class EngineHttp:
         body = await self._ask_if_there("/kv_event_sources")
         if body is None:
             return None
-        return self._read(body, dict[int, KvSource])
+        return self._read(body, dict[_Rank, KvSource])
 
     async def tokenize(self, prompt: str, model: str) -> list[int]:
         """Return the engine's token ids of a plain prompt. Raises EngineError."""

@@ -18,6 +18,7 @@ from collections import deque
 
 import msgspec
 
+from schemas.message import AMOUNT_MAX
 from sidecar.metrics_text import EngineSample
 
 
@@ -119,6 +120,6 @@ class LoadTracker:
         if last_s <= first_s:
             return None, None
         elapsed_s = last_s - first_s
-        computed = last.computed_tokens - first.computed_tokens
-        generated = last.generated_tokens - first.generated_tokens
-        return computed / elapsed_s or None, generated / elapsed_s or None
+        computed = (last.computed_tokens - first.computed_tokens) / elapsed_s
+        generated = (last.generated_tokens - first.generated_tokens) / elapsed_s
+        return min(computed, AMOUNT_MAX) or None, min(generated, AMOUNT_MAX) or None

@@ -8,10 +8,11 @@ Source: vllm/v1/metrics/loggers.py.
 
 from __future__ import annotations
 
-import math
 import re
 
 import msgspec
+
+from schemas.message import AMOUNT_MAX
 
 _PROCESS = "process_start_time_seconds"
 _GAUGES = {
@@ -30,9 +31,16 @@ _INFO = "vllm:cache_config_info"
 
 _NAMES = "|".join(map(re.escape, (*_GAUGES, _BY_SOURCE, _INFO, _PROCESS)))
 _LINE = re.compile(
-    rf'^({_NAMES})(?:\{{((?:[^"}}]|"(?:[^"\\]|\\.)*")*)\}})?[ \t]+([^ \t\n]+)', re.MULTILINE
+    # No part of it reaches beyond its line: a page of open braces would take forever.
+    rf'^({_NAMES})(?:\{{((?:[^"}}\n]|"(?:[^"\\\n]|\\.)*")*)\}})?[ \t]+([^ \t\n]+)',
+    re.MULTILINE,
 )
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+RANKS_MAX = 1024
+"""Ranks of one engine; each has sockets of its own."""
+
+_DIGITS_MAX = 15
 
 
 class EngineSample(msgspec.Struct, frozen=True):
@@ -88,7 +96,7 @@ def parse_metrics(page: str) -> MetricsPage:
             rank = int(labels.get("engine", "0"))
         except ValueError:
             continue
-        if not math.isfinite(value):
+        if not (abs(value) <= AMOUNT_MAX and 0 <= rank < RANKS_MAX):
             continue
         if name == _PROCESS:
             started = value
@@ -119,7 +127,12 @@ def _cache_info(labels: dict[str, str]) -> CacheInfo:
     size = labels.get("block_size", "")
     caching = labels.get("enable_prefix_caching", "").lower()
     return CacheInfo(
-        block_size=int(size) if size.isdecimal() else 0,
-        num_blocks=int(blocks) if blocks.isdecimal() else None,
+        block_size=_whole(size) or 0,
+        num_blocks=_whole(blocks),
         prefix_caching={"true": True, "false": False}.get(caching),
     )
+
+
+def _whole(text: str) -> int | None:
+    """Return a whole number that messages can carry, None if the text is no such number."""
+    return int(text) if text.isdecimal() and len(text) <= _DIGITS_MAX else None

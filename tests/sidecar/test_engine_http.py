@@ -163,3 +163,28 @@ async def test_answers_are_bounded_in_time_and_size(
     async with EngineHttp(await odd(large)) as http:
         with pytest.raises(EngineError, match="more than 4096 bytes"):
             await http.check_health()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"data": [{"id": ""}]}',
+        '{"data": [{"id": "%s"}]}' % ("m" * 2000),
+        '{"data": [{"id": "m", "max_model_len": 1%s}]}' % ("0" * 30),
+        '{"server_load": 1%s}' % ("0" * 30),
+        '{"-1": {"endpoint": "tcp://*:5557"}}',
+        '{"99999": {"endpoint": "tcp://*:5557"}}',
+    ],
+)
+async def test_what_no_message_could_say_is_nonsense(
+    odd: Callable[[Callable[[], Awaitable[web.Response]]], Awaitable[str]], body: str
+) -> None:
+    """Empty names, numbers without end and ranks that are none cost an error, not the sidecar."""
+
+    async def answer() -> web.Response:
+        return web.Response(text=body, content_type="application/json")
+
+    async with EngineHttp(await odd(answer)) as http:
+        for ask in (http.models, http.server_load, http.kv_sources):
+            with pytest.raises(EngineError, match="nonsense"):
+                await ask()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.load import Load, LoadTracker
-from sidecar.metrics_text import CacheInfo, EngineSample, MetricsPage, parse_metrics
+from sidecar.metrics_text import (
+    RANKS_MAX,
+    CacheInfo,
+    EngineSample,
+    MetricsPage,
+    parse_metrics,
+)
 
 PAGE = """\
 # HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
@@ -136,3 +145,41 @@ def test_an_engine_is_still_while_requests_run_and_nothing_moves() -> None:
     ):
         tracker.take_sample(moved, 8.0, events=6)
         assert tracker.still_s(9.0) == 0.0
+
+
+def test_braces_that_nobody_closes_cost_no_more_than_their_lines() -> None:
+    """A page cut off again and again is read in one pass, and what is whole in it counts."""
+    page = "vllm:num_requests_running{\n" * 20_000 + 'vllm:num_requests_waiting{engine="0"} 3\n'
+    began_s = time.monotonic()
+    assert parse_metrics(page).engines == {0: EngineSample(waiting=3)}
+    assert time.monotonic() - began_s < 2.0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'vllm:num_requests_running{engine="0"} 1e300',
+        'vllm:num_requests_running{engine="-1"} 1',
+        f'vllm:num_requests_running{{engine="{RANKS_MAX}"}} 1',
+        "process_start_time_seconds 1e300",
+    ],
+)
+def test_numbers_that_no_message_carries_are_not_there(line: str) -> None:
+    """They would end the sidecar where it reports them."""
+    assert parse_metrics(line) == MetricsPage({}, {})
+
+
+@pytest.mark.parametrize("digits", [30, 5000])
+def test_cache_settings_of_absurd_size_are_unknown(digits: int) -> None:
+    """Also where Python itself refuses to read so many digits."""
+    many = "9" * digits
+    page = parse_metrics(f'vllm:cache_config_info{{block_size="{many}",num_gpu_blocks="{many}"}} 1')
+    assert page.caches == {0: CacheInfo()}
+
+
+def test_rates_stay_within_what_messages_carry() -> None:
+    """Counters that leap give a report that receivers read."""
+    tracker = LoadTracker()
+    tracker.take_sample(EngineSample(), 0.0)
+    tracker.take_sample(EngineSample(computed_tokens=1e15, generated_tokens=1e15), 0.01)
+    assert tracker.load().prefill_tokens_per_s == tracker.load().decode_tokens_per_s == 1e15
