@@ -10,7 +10,7 @@ GET  /ready             whether some worker is ready
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Hashable
+from collections.abc import Coroutine, Hashable, Mapping
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -37,6 +37,9 @@ class SupervisorAdmin:
         self._ports: dict[int, int] = {}
         self._pages: dict[int, str] = {}  # the last of each worker, by its process
         self._ended = ""  # what workers that are no more have counted
+        # One page at a time: an answer from before its worker's end, looked at after that was
+        # noticed, would add what the worker had counted once more.
+        self._adding_up = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> None:
@@ -88,7 +91,12 @@ class SupervisorAdmin:
             )
 
     async def _metrics(self, exchange: Exchange) -> None:
-        answers = await self._ask_all(b"/metrics")
+        async with self._adding_up:
+            page = self._added_up(await self._ask_all(b"/metrics"))
+        exchange.respond(200, (_TEXT,), page.encode())
+
+    def _added_up(self, answers: Mapping[int, _Answer]) -> str:
+        """Return one page of what workers answered, and of what those that cannot had counted."""
         answered = {n: answer for n, answer in answers.items() if answer.status == 200}
         self._pages |= {answer.pid: answer.text for answer in answered.values()}
         living = [place.worker for place in self._supervisor.places if place.worker is not None]
@@ -97,7 +105,7 @@ class SupervisorAdmin:
         silent = self._pages.keys() - {answer.pid for answer in answered.values()}
         pages = {str(n): answer.text for n, answer in answered.items() if answer.pid in self._pages}
         page = merge_pages(pages, (self._ended, *(self._pages[pid] for pid in silent)))
-        exchange.respond(200, (_TEXT,), (page + self._own_metrics(len(pages))).encode())
+        return page + self._own_metrics(len(pages))
 
     def _own_metrics(self, answered: int) -> str:
         restarts = sum(place.restarts for place in self._supervisor.places)
