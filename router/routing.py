@@ -231,7 +231,7 @@ class Routing:
         body = self.exchange.body
         parsed, _ = read_body(self._endpoint, body)
         self._gate.settle(-self.request.prompt_tokens)
-        self._resolved, self._tried = resolved, ()
+        self._resolved, self._tried, self._failed_at = resolved, (), ()
         self.start(Asked(parsed, len(body), is_heavy(parsed, body)))
 
     # --- the decision

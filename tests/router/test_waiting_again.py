@@ -15,7 +15,7 @@ from router.http_proxy import LATER
 from schemas.bus import Finished, InstanceRecord, Routed
 from tests.router.fake_engine import Behaviour, FakeEngine, Mode
 from tests.router.http_rig import Books, Rig, on_uvloop, parse_answers, request
-from tests.router.service_rig import ServiceRig, chat, until
+from tests.router.service_rig import MODEL, ServiceRig, chat, until
 from tests.router.test_waiting import (
     NEVER,
     RULES,
@@ -173,6 +173,27 @@ async def test_a_request_that_waits_again_keeps_its_deadline(tmp_path: Path, how
             assert (status, body["error"]["code"]) == (503, "deadline_unreachable")
         assert (await stays)[0] == 200
         await until(lambda: not any(g.running for g in plane.process.router.access.gates))
+
+
+async def test_what_became_another_models_is_no_excuse_for_the_first(tmp_path: Path) -> None:
+    """A 5xx of one model's only instance that was asked counts, whatever the other's answers."""
+    rule = f"ttft_budget_s = 0.6\n{RULES['other_model']}"
+    async with rig(QueueConfig("edf"), **files(tmp_path, rule)) as plane:
+        a = await plane.instance("a", Behaviour(status=503, delay_s=0.3))
+        doomed = asyncio.create_task(send(plane, "doomed", "plain-key"))
+        await until(lambda: a.requests)
+        b = await plane.instance("b", NEVER)
+        stays = asyncio.create_task(send(plane, "stays", "gate-key"))
+        await until(lambda: b.requests)
+        other = plane.engines["c"] = FakeEngine(Behaviour(status=500))
+        url = f"http://127.0.0.1:{await other.start()}"
+        await plane.put(InstanceRecord("c", "other", url, 1, max_model_len=4096))
+        await until(lambda: plane.process.router.directory.get("other"))
+        status, _, _ = await doomed
+        assert (status, other.requests) == (500, 1)
+        breakers = plane.process.router.instances.breakers
+        assert breakers[MODEL, "a"]._failures == 1
+        stays.cancel()
 
 
 async def test_a_full_queue_takes_back_whatever_comes() -> None:
