@@ -437,7 +437,6 @@ class _Forward:
             if not RESPONSE_HEADERS.isdisjoint(response.fields):
                 forwarded = _without(forwarded, RESPONSE_HEADERS)
         http11 = exchange.head.http11
-        bodiless = exchange.head.method == b"HEAD" or response.status in BODILESS
         length = self._call.length if self._call is not None else None
         if length is not None:
             if response.status != 204:
@@ -445,7 +444,7 @@ class _Forward:
         elif response.chunked and http11 and response.status not in BODILESS:
             lines += b"transfer-encoding: chunked\r\n"
         else:
-            self._framed = bodiless
+            self._framed = exchange.head.method == b"HEAD" or response.status in BODILESS
         if b"x-request-id" not in response.fields:
             lines += b"x-request-id: %b\r\n" % exchange.request_id
         return b"%b%b%b\r\n" % (

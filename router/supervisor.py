@@ -88,7 +88,8 @@ class Worker:
             status = await process.wait()
             raise WorkerError("a worker did not start; its log says why", status) from error
         except BaseException:
-            process.kill()
+            if process.returncode is None:
+                process.kill()
             await process.wait()
             raise
 

@@ -15,7 +15,7 @@ Pure: `now_s` comes in.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 from schemas.bus import Finished, RouteBatch, Routed, RouterTotals
 
@@ -123,5 +123,6 @@ class _Peer:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.heard_s = 0.0
-        self.requests: dict[tuple[str, str], int] = {}
+        # To find the first of a plain dict takes the longer the more were deleted before it.
+        self.requests: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.running = 0
