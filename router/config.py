@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from controlplane.bus import NatsOptions
@@ -114,6 +116,10 @@ class WorkerOrder(msgspec.Struct, frozen=True):
     config: RouterConfig
     log_level: str
     stdout: int
+
+
+BEAT: Final = b"\n"
+"""The line by which a worker tells its supervisor that its event loop turns."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True):

@@ -7,7 +7,12 @@ one serves before the old one stops, so no request is lost), and ends them all. 
 dies, its workers see their standard input end, and stop by themselves.
 
 A worker that cannot serve in the first place ends the supervisor: that is a mistake in the command,
-and restarting would hide it.
+and restarting would hide it. One that only waits for the bus is no such worker, and is waited for.
+
+A worker says that its event loop turns by an empty line now and then (`router.worker`). One that is
+silent for `SILENCES_MAX` waits of `SILENCE_S` is stuck: the kernel would go on dealing it its share
+of the connections, so it is killed and started anew. Waits are counted rather than time taken,
+since after a stall of the whole machine all that was late is due at once.
 """
 
 from __future__ import annotations
@@ -20,11 +25,17 @@ from typing import Final
 
 import msgspec
 
-from router.config import RouterConfig, WorkerOrder, WorkerReady
+from router.config import BEAT, RouterConfig, WorkerOrder, WorkerReady
 
 logger = logging.getLogger(__name__)
 
-READY_S_MAX: Final = 60.0
+SILENCE_S: Final = 10.0
+SILENCES_MAX: Final = 3
+"""So often may a worker that serves say nothing for `SILENCE_S`."""
+
+STARTING_SILENCES_MAX: Final = 6
+"""The same for one that starts: a busy machine takes its time to load a program."""
+
 WAIT_S_MIN: Final = 0.2
 WAIT_S_MAX: Final = 10.0
 LIVED_LONG_S: Final = 30.0
@@ -80,7 +91,8 @@ class Worker:
         try:
             process.stdin.write(msgspec.json.encode(order) + b"\n")
             await process.stdin.drain()
-            line = await asyncio.wait_for(process.stdout.readline(), READY_S_MAX)
+            while (line := await _hear(process.stdout, STARTING_SILENCES_MAX)) == BEAT:
+                pass
             return cls(process, msgspec.json.decode(line, type=WorkerReady))
         except (TimeoutError, ConnectionError, ValueError, msgspec.DecodeError) as error:
             if process.returncode is None:
@@ -92,6 +104,17 @@ class Worker:
                 process.kill()
             await process.wait()
             raise
+
+    async def lived(self) -> int:
+        """Wait for its end, and kill it if it is stuck; returns the exit status."""
+        assert self._process.stdout is not None
+        try:
+            while await _hear(self._process.stdout, SILENCES_MAX):
+                pass
+        except TimeoutError:
+            logger.error("worker %s is stuck, and is killed", self.ready.router_id)
+            self._process.kill()
+        return await self.ended()
 
     async def ended(self) -> int:
         """Wait for its end; returns the exit status."""
@@ -111,6 +134,21 @@ class Worker:
             logger.error("worker %s does not end, and is killed", self.ready.router_id)
             self._process.kill()
             return await self.ended()
+
+
+async def _hear(stdout: asyncio.StreamReader, silences_max: int) -> bytes:
+    """Return a worker's next line; empty if it has ended.
+
+    Raises:
+        TimeoutError: it says nothing for so many waits.
+    """
+    for _ in range(silences_max):
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await stdout.readline()
+        except TimeoutError:
+            continue
+    raise TimeoutError
 
 
 class Place:
@@ -137,10 +175,15 @@ class Supervisor:
         config: of every worker; a `router_id` gets the worker's number appended.
         workers: how many.
         log_level: of every worker.
+
+    Attributes:
+        places: of the workers.
+        started: whether all of them have served.
     """
 
     def __init__(self, config: RouterConfig, workers: int, log_level: str = "info") -> None:
         self.places = [Place(number) for number in range(workers)]
+        self.started = False
         self._config = config
         self._log_level = log_level
         self._stdout = os.dup(sys.stdout.fileno())
@@ -159,6 +202,7 @@ class Supervisor:
             if failure is not None:
                 await self.stop()
                 raise failure
+        self.started = True
         self._keepers = [asyncio.create_task(self._keep(place)) for place in self.places]
 
     async def _fill(self, place: Place) -> None:
@@ -217,7 +261,7 @@ class Supervisor:
             worker = place.worker
             if worker is not None:
                 since_s = loop.time()
-                status = await worker.ended()
+                status = await worker.lived()
                 if loop.time() - since_s > LIVED_LONG_S:
                     wait_s = WAIT_S_MIN
                 if place.worker is worker:

@@ -2,7 +2,7 @@
 
 GET  /metrics           of all workers: counters and histograms added up, those that have ended
                         included, gauges by worker
-GET  /health            which workers live; 503 if none does
+GET  /health            which workers live; 503 if none does, once they have all been started
 GET  /ready             whether some worker is ready
      /debug/…?worker=1  passed to one worker's own port; the first that lives if none is named
 """
@@ -77,9 +77,15 @@ class SupervisorAdmin:
             for place in places
         ]
         living = sum(place.worker is not None for place in places)
-        status = "ok" if living == len(places) else "degraded" if living else "down"
+        starting = not self._supervisor.started
+        if living == len(places):
+            status = "ok"
+        elif starting:
+            status = "starting"
+        else:
+            status = "degraded" if living else "down"
         body = msgspec.json.encode({"status": status, "workers": workers})
-        exchange.respond(200 if living else 503, (JSON,), body)
+        exchange.respond(503 if status == "down" else 200, (JSON,), body)
 
     async def _ready(self, exchange: Exchange) -> None:
         answers = await self._ask_all(b"/ready")

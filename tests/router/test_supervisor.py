@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -40,6 +41,18 @@ try: os.mkdir("{folder}/first")
 except FileExistsError:
     open("{folder}/waiting", "w").close()
     time.sleep(60)
+"""
+
+# Says now and then that it lives, and serves once there is a file.
+BEATING = """
+sys.stdin.readline()
+def beat():
+    while True:
+        os.write(1, bytes([10]))
+        time.sleep(0.02)
+import threading
+threading.Thread(target=beat, daemon=True).start()
+while not os.path.exists("{folder}/bus"): time.sleep(0.01)
 """
 
 Executable = Callable[[float], Path]
@@ -116,6 +129,90 @@ async def test_a_stop_need_not_wait_for_the_start(
     stop.set()
     assert await asyncio.wait_for(running, 5.0) == 0
     await until(lambda: len(finished(tmp_path)) == 1)
+
+
+def beating(program: Path, folder: Path) -> None:
+    """Let workers say that they live, and wait for a bus that is not there yet."""
+    text = program.read_text()
+    program.write_text(
+        text.replace("sys.stdin.readline()", BEATING.replace("{folder}", str(folder)))
+    )
+
+
+async def test_workers_that_wait_for_the_bus_are_waited_for(
+    executable: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes, as long as they say that they live; operators are told."""
+    monkeypatch.setattr(supervisor, "SILENCE_S", 0.2)
+    beating(executable(0.0), tmp_path)
+    kept = Supervisor(config(), 1)
+    starting = asyncio.create_task(kept.start())
+    patience_s = supervisor.SILENCE_S * supervisor.STARTING_SILENCES_MAX
+    done, _ = await asyncio.wait([starting], timeout=2 * patience_s)
+    assert not done
+    assert not kept.started
+    (tmp_path / "bus").touch()
+    await asyncio.wait_for(starting, 5.0)
+    assert kept.started
+    assert pids(kept)[0]
+    await kept.stop()
+
+
+async def test_a_worker_that_says_nothing_does_not_start(
+    executable: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stuck before it serves is killed, and is an error."""
+    monkeypatch.setattr(supervisor, "SILENCE_S", 0.05)
+    program = executable(0.0)
+    silent = 'time.sleep(60) if "json" else sys.stdin.readline()'
+    program.write_text(program.read_text().replace("sys.stdin.readline()", silent))
+    with pytest.raises(WorkerError, match="did not start") as failure:
+        await Supervisor(config(), 1).start()
+    assert failure.value.status == -signal.SIGKILL
+
+
+async def test_a_worker_that_is_stuck_is_replaced(
+    executable: Executable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that has not ended, but does not run either, would keep its share of the port."""
+    monkeypatch.setattr(supervisor, "SILENCE_S", 0.3)
+    beating(executable(0.0), tmp_path)
+    (tmp_path / "bus").touch()
+    kept = Supervisor(config(), 2)
+    await kept.start()
+    stuck, well = pids(kept)
+    os.kill(stuck, signal.SIGSTOP)
+    await until(lambda: pids(kept)[0] not in (0, stuck))
+    assert pids(kept)[1] == well
+    assert caplog.text.count("is stuck, and is killed") == 1
+    assert kept.places[0].restarts == 1
+    await kept.stop()
+
+
+async def test_a_stall_of_the_whole_machine_costs_no_worker(
+    executable: Executable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A supervisor that was stalled, too, hears its workers out before it kills any."""
+    monkeypatch.setattr(supervisor, "SILENCE_S", 0.3)
+    beating(executable(0.0), tmp_path)
+    (tmp_path / "bus").touch()
+    kept = Supervisor(config(), 1)
+    await kept.start()
+    before = pids(kept)
+    os.kill(before[0], signal.SIGSTOP)
+    patience_s = supervisor.SILENCE_S * supervisor.SILENCES_MAX
+    select.select([], [], [], 2 * patience_s)  # the stall
+    os.kill(before[0], signal.SIGCONT)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(until(lambda: pids(kept) != before), 1.5 * patience_s)
+    assert "stuck" not in caplog.text
+    await kept.stop()
 
 
 async def test_a_stop_waits_for_those_that_were_replaced(
