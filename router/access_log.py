@@ -17,10 +17,13 @@ import logging
 import os
 import sys
 import threading
+import time
 from queue import SimpleQueue
 from typing import Final
 
 import msgspec
+
+from router.tenants import NOBODY
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +115,11 @@ class AccessLog:
         self._waiting_bytes += len(line)
         if self._due is None:
             self._due = self._loop.call_later(_FLUSH_S, self._flush)
+
+    def refused(self, status: int) -> None:
+        """Take an entry on a request that was answered before it was whole, or could be read."""
+        ts = round(time.time(), 3)
+        self.add(Entry(ts, "", NOBODY.name, "", "", status, "rejected:http"))
 
     async def close(self) -> None:
         """Write what is left, as far as the file takes it in time, and close the file."""

@@ -142,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
         if refusal is None:
             self._await_more()
         else:
-            self._refuse(503, refusal, retry_after_s=1)
+            self._turn_away(503, refusal, retry_after_s=1)
 
     def data_received(self, data: bytes) -> None:
         """Take in what the client sent."""
@@ -385,6 +385,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, status: int, message: str, retry_after_s: int = 0) -> None:
         """Answer a request that never became an exchange, and end the connection."""
+        self._server.request_refused(status)
+        self._turn_away(status, message, retry_after_s)
+
+    def _turn_away(self, status: int, message: str, retry_after_s: int) -> None:
+        """Say why nothing more is taken from this client, and end the connection."""
         self._server.stats.refused += 1
         kind = "invalid_request_error" if status < 500 else "server_error"
         body = error_body(kind, message)

@@ -106,7 +106,16 @@ class HttpServer:
         handler: Handler,
         limits: ServerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        refused: Callable[[int], None] | None = None,
     ) -> None:
+        """Build a server that does not listen yet; see the class.
+
+        Args:
+            handler: gets every whole request.
+            limits: what clients may cost.
+            clock: gives the time in seconds.
+            refused: told the status of every request that is answered without the handler.
+        """
         self.limits = limits or ServerLimits()
         self.stats = ServerStats()
         self.heads = RequestHeads(self.limits.headers_max)
@@ -115,6 +124,7 @@ class HttpServer:
         self.draining = False
         self.buffered_bytes = 0
         self._handler = handler
+        self._refused = refused
         self.clock = clock
         self._connections: set[ClientConnection] = set()
         self._half_closed: set[ClientConnection] = set()
@@ -226,6 +236,11 @@ class HttpServer:
             del self._per_client[connection.client]
         if not self._connections:
             self._empty.set()
+
+    def request_refused(self, status: int) -> None:
+        """Tell of a request that is answered without the handler."""
+        if self._refused is not None:
+            self._refused(status)
 
     def soon(self, callback: Callable[[], None]) -> None:
         """Run `callback` after the other connections have had their turn."""

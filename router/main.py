@@ -107,7 +107,11 @@ class RouterProcess:
             peer_told=self._peer_told if self._access.limits_anybody else None,
         )
         self.router.events = self.events
-        self._server = HttpServer(self.router, _fitted(config.server))
+        self._server = HttpServer(
+            self.router,
+            _fitted(config.server),
+            refused=self._log.refused if self._log is not None else None,
+        )
         self._admin = HttpServer(Admin(self.router), config.server)
         self._watching: asyncio.Task[None] | None = None
         self._learning: asyncio.Task[None] | None = None

@@ -17,7 +17,7 @@ import pytest
 
 from router import access_log
 from router.access_log import AccessLog, Entry
-from tests.router.service_rig import until
+from tests.router.service_rig import ServiceRig, until
 
 
 def entry(number: int) -> Entry:
@@ -173,3 +173,20 @@ async def test_a_log_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     """A wrong path stops the start."""
     with pytest.raises(OSError, match="No such file"):
         AccessLog(str(tmp_path / "nowhere" / "log"))
+
+
+@pytest.mark.slow
+async def test_requests_that_cannot_be_read_have_a_line(tmp_path: Path) -> None:
+    """Those that HTTP itself refuses, unlike connections that bring nothing."""
+    path = tmp_path / "log"
+    async with ServiceRig({"access_log": str(path)}) as rig:
+        host, port = rig.process.address
+        for sent in (b"what\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, b""):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(sent)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+        await until(lambda: has(path, 2))
+    found = [(line["status"], line["outcome"], line["endpoint"]) for line in lines(path)]
+    assert found == [(400, "rejected:http", ""), (431, "rejected:http", "")]
