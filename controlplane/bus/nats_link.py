@@ -62,6 +62,7 @@ SLICE_S = 0.001
 _FRAMES_PER_CHECK = 16
 _UNSENT_BYTES_MAX = 64 * 1024
 _CONTROL_BYTES_MAX = 64 * 1024
+_SIZE_DIGITS_MAX = 10
 _CONNECT_WAIT_S = 0.05  # nats-py tries a server twice; this is between the two
 _PINGS_OUTSTANDING_MAX = 2
 _REFUSALS_LOGGED_MAX = 20  # of one connection; all are counted
@@ -91,6 +92,10 @@ def parse_headers(raw: bytes) -> Headers:
         if colon:
             headers[name.strip()] = value.strip()
     return headers
+
+
+def _is_size(word: bytes) -> bool:
+    return word.isdigit() and len(word) <= _SIZE_DIGITS_MAX
 
 
 class _Parser(Parser):
@@ -152,13 +157,16 @@ class _Parser(Parser):
             if len(data) - start > _CONTROL_BYTES_MAX:
                 raise errors.ProtocolError
             return [], start, len(data) + 1
-        words = data[start:line_end].split()
+        # Only spaces part words: whoever publishes may put other blanks into a subject.
+        words = data[start:line_end].split(b" ")
         body = line_end + 2
-        if not words:
+        if words == [b""]:
             raise errors.ProtocolError
         if words[0] not in (b"MSG", b"HMSG"):
             return words, body, body
-        if not 4 <= len(words) <= 6 or not words[-1].isdigit():
+        if not 4 <= len(words) <= 6 or not _is_size(words[-1]):
+            raise errors.ProtocolError
+        if words[0] == b"HMSG" and not _is_size(words[-2]):
             raise errors.ProtocolError
         return words, body, body + int(words[-1]) + 2
 
@@ -167,7 +175,12 @@ class _Parser(Parser):
     ) -> None:
         handler = self.nc.handlers.get(words[2])
         if handler is not None:
-            self.nc.guard.call(handler, words[1].decode(), reply.decode(), payload, headers)
+            # Subjects may be any bytes; one that is no text is nobody's, as handlers will see.
+            subject, reply_to = (
+                words[1].decode("utf-8", "replace"),
+                reply.decode("utf-8", "replace"),
+            )
+            self.nc.guard.call(handler, subject, reply_to, payload, headers)
 
 
 class _Client(Client):

@@ -91,12 +91,25 @@ def test_nonsense_is_a_protocol_error_or_waits_for_more(data: bytes, cuts: list[
 
 @pytest.mark.parametrize(
     "line",
-    [b"MSG a 7\r\n", b"MSG a 7 -3\r\n", b"HMSG a 7 r 1 2 3 4\r\n", b"MSG a 7 x\r\n", b"\r\n"],
+    [
+        *(b"MSG a 7\r\n", b"MSG a 7 -3\r\n", b"HMSG a 7 r 1 2 3 4\r\n", b"MSG a 7 x\r\n", b"\r\n"),
+        *(b"HMSG a 7 x 3\r\n", b"MSG a 7 " + b"9" * 5000 + b"\r\n"),
+    ],
 )
 async def test_malformed_lines_are_refused(line: bytes) -> None:
     """A first line that cannot be understood ends the connection."""
     with pytest.raises(errors.ProtocolError):
         await Reader().client._ps.parse(line)
+
+
+@pytest.mark.parametrize("subject", [b"a.\xff.b", b"a\x0bb", b"a\x0b\x0cb\x0bc\x0bd\x0be\x0bf"])
+async def test_subjects_of_any_bytes_cost_nobody_the_connection(subject: bytes) -> None:
+    """Whoever may publish can send on such subjects; what follows is heard all the same."""
+    reader = Reader()
+    odd = b"MSG %b 7 %b 1\r\nx\r\n" % (subject, subject)
+    await reader.feed(odd + frame(("a.b", "", b"y", None)), [])
+    name = subject.decode("utf-8", "replace")
+    assert reader.got == [(name, name, b"x", None), ("a.b", "", b"y", None)]
 
 
 async def test_an_endless_line_is_refused() -> None:
