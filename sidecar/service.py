@@ -50,6 +50,8 @@ _PROGRESS_S = 10.0
 _DRAIN_LOOKS = 2
 _NAMES_S = 10.0
 _REFUSED_SAID_S = 60.0
+_EVENTS = "events"
+"""What `_say` calls the trouble with them."""
 
 
 class SidecarService:
@@ -119,6 +121,7 @@ class SidecarService:
                 self._failures = 0
                 if self.state in ("starting", "stopped") or self._look_again:
                     await self._recover()
+                    self._reminders.over(_EVENTS)
                     self._look_again = False
                 elif time.monotonic() >= self._names_due_s:
                     await self._refresh_names()
@@ -137,7 +140,7 @@ class SidecarService:
             except SourceError as error:
                 self.counts["engine_errors"] += 1
                 text = f"the engine's KV events cannot be followed: {error}"
-                self._say(logging.ERROR, "events", text)
+                self._say(logging.ERROR, _EVENTS, text)
             every_s = self.config.health_s
             away = self.state in ("starting", "stopped")
             await asyncio.sleep(min(every_s, _RETRY_S) if away else every_s)

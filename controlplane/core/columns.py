@@ -6,8 +6,9 @@ decisions have in common (whose row is which, how scores are made) is told once,
 whenever it changes, and again every few seconds while decisions refer to it: so who reads from a
 few seconds earlier on knows what all of them mean. `candidates` is the reader's side.
 
-Columns of numbers are little-endian unsigned integers, as narrow as the largest of them allows: 1,
-2, 4 or 8 bytes, which the length and the number of rows tell. A column of zeros is empty.
+Columns of numbers are little-endian unsigned integers, of 1, 2, 4 or 8 bytes, which the length and
+the number of rows tell: as narrow as the largest of them allows, but 8 where they are few. A column
+of zeros is empty.
 Sets of rows are bit sets: row r is bit r mod 8 of byte r // 8.
 """
 

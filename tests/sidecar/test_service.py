@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -463,7 +464,7 @@ async def test_an_engine_that_is_not_there_yet_is_waited_for() -> None:
 async def test_events_that_cannot_be_followed_are_told_now_and_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The sidecar tries again and again, and says so ever less often."""
+    """The sidecar tries again and again, and says so ever less often; anew when it comes back."""
     caplog.set_level(logging.INFO)
     world = MemoryWorld()
     bus = await world.bus()
@@ -473,4 +474,12 @@ async def test_events_that_cannot_be_followed_are_told_now_and_again(
         assert caplog.text.count("engine http") == 1
         assert caplog.text.count("cannot be followed") == 1
         assert caplog.text.count("no replay socket") == 1
+        broken = service.config
+        service.config = msgspec.structs.replace(broken, kv_endpoint="")
+        await eventually(lambda: service.state == "ready")
+        service.config = broken
+        before = service.counts["engine_errors"]
+        service.lose("it starts anew")
+        await eventually(lambda: service.counts["engine_errors"] > before)
+        assert caplog.text.count("cannot be followed") == 2
     await world.close()
