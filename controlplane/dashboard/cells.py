@@ -22,6 +22,7 @@ class Cell:
         row: in the ledger; −1 once it left.
         blocks: published ones.
         heard_s: when its block stream last said something; −∞ if it never did.
+        named_s: when anything was last said of it, by whomever.
         inexact: a router's latest decision did not hold its block set for exact.
         routed: requests sent to it since it was first seen.
         changed: the number of the frame that must show it next.
@@ -33,7 +34,7 @@ class Cell:
         self.record: InstanceRecord | None = None
         self.load: LoadReport | None = None
         self.blocks = 0
-        self.heard_s = float("-inf")
+        self.heard_s = self.named_s = float("-inf")
         self.inexact = False
         self.drained = self.blacklisted = self.hot = False
         self.routed = 0

@@ -41,6 +41,11 @@ from schemas.bus import (
 
 CANDIDATES_SHOWN = 5
 ROWS_KEPT_MAX = 256
+UNREGISTERED_S = 60.0
+"""An instance without a record is forgotten when it was not named for this long."""
+
+ATTEMPTS_MAX = 256
+PREFILLS_MAX = 16
 Verdict = HotspotRaised | PolicyOverride | Drain | Blacklist
 
 
@@ -123,10 +128,7 @@ class Picture:
     def record(self, instance_id: str, record: InstanceRecord | None) -> None:
         """Take an instance's record, or its end."""
         if record is None or record.state == "stopped":
-            cell = self.cells.pop(instance_id, None)
-            if cell is not None and cell.row >= 0:
-                self._ledger.drop_row(instance_id)
-                self._free_rows.append(cell.row)
+            self._drop(instance_id)
             return
         cell = self._cell(instance_id)
         if cell is not None:
@@ -137,13 +139,14 @@ class Picture:
         cell = self._cell(batch.instance_id)
         if cell is not None:
             cell.blocks = batch.count
-            cell.heard_s = now_s
+            cell.heard_s = cell.named_s = now_s
 
     def load(self, report: LoadReport, now_s: float) -> None:
         """Take what an engine says of itself."""
         cell = self._cell(report.instance_id)
         if cell is not None:
             cell.load = report
+            cell.named_s = now_s
             requests = max(report.running + report.waiting, report.server_load or 0)
             self._ledger.engine_count(report.instance_id, requests, now_s)
 
@@ -173,8 +176,12 @@ class Picture:
         self._mark()
 
     def tick(self, now_s: float) -> None:
-        """Let time pass: routers that fell silent, statements that ran out."""
+        """Let time pass: routers that fell silent, statements that ran out, names of nobody."""
         self._ledger.expire_peers(now_s)
+        for name, cell in list(self.cells.items()):
+            # The last words of one that left come after its record's end.
+            if cell.record is None and now_s - cell.named_s > UNREGISTERED_S:
+                self._drop(name)
         for name, (verdict, since_s) in list(self.verdicts.items()):
             ttl_s = getattr(verdict, "ttl_s", None)
             if ttl_s is not None and now_s - since_s > ttl_s:
@@ -191,6 +198,7 @@ class Picture:
         cell = self._cell(event.instance_id)
         if cell is not None:
             cell.routed += 1
+            cell.named_s = now_s
         rows = None
         if event.candidates is not None:
             rows = self._told.get((batch.router_id, batch.epoch, event.candidates.version))
@@ -204,7 +212,8 @@ class Picture:
             if len(self._stories) > self._limits.stories_max:
                 self._stories.popitem(last=False)
         # Of a decision only its bytes are kept; they are read if somebody asks.
-        story.attempts.append(Attempt(event, None))
+        if len(story.attempts) < ATTEMPTS_MAX:
+            story.attempts.append(Attempt(event, None))
         self._say(Fed(event, batch.router_id, rows))
 
     def _trust(self, router_id: str, event: Routed, rows: FleetRows) -> None:
@@ -234,7 +243,7 @@ class Picture:
 
     def _went_on(self, event: Prefilled, at_wall_s: float) -> None:
         attempt = self._attempt(event)
-        if attempt is not None:
+        if attempt is not None and len(attempt.prefilled) < PREFILLS_MAX:
             attempt.prefilled.append((event, at_wall_s))
 
     def _finished(self, event: Finished, now_s: float) -> None:
@@ -325,6 +334,13 @@ class Picture:
         self._ledger.assign_row(instance_id, row)
         self._mark()
         return cell
+
+    def _drop(self, instance_id: str) -> None:
+        """Show an instance no more."""
+        cell = self.cells.pop(instance_id, None)
+        if cell is not None and cell.row >= 0:
+            self._ledger.drop_row(instance_id)
+            self._free_rows.append(cell.row)
 
     def _mark(self) -> None:
         """Let instances show what is said of them."""

@@ -31,6 +31,8 @@ from controlplane.dashboard.service import DashboardService
 
 FRAME_S = 0.25
 VIEWERS_MAX = 64
+WRITE_S_MAX = 30.0
+"""A page that takes nothing for this long gives its place to another."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 _TYPES = {
@@ -124,12 +126,15 @@ class DashboardServer:
         if self.viewers >= VIEWERS_MAX:
             return _error(503, f"{VIEWERS_MAX} pages follow already")
         answer = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
-        await answer.prepare(request)
         self.viewers += 1
         try:
+            await answer.prepare(request)
             await self._follow(answer, request.query.get("model", ""))
         except (ConnectionResetError, asyncio.CancelledError):
             return answer
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()  # to end in order would wait for the page, too
         finally:
             self.viewers -= 1
         return answer
@@ -140,7 +145,8 @@ class DashboardServer:
             picture = self._service.picture(model)
             if picture is not None and (viewer is None or viewer.picture is not picture):
                 viewer = Viewer(picture)
-            await answer.write(b"data: " + _json(self._frame(viewer)) + b"\n\n")
+            async with asyncio.timeout(WRITE_S_MAX):
+                await answer.write(b"data: " + _json(self._frame(viewer)) + b"\n\n")
             await asyncio.sleep(FRAME_S)
 
     def _frame(self, viewer: Viewer | None) -> dict[str, Any]:

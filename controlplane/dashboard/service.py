@@ -26,6 +26,7 @@ SLICE_S = 0.01
 TICK_S = 0.5
 SEARCH_S = 3600.0
 SEARCH_TIMEOUT_S = 15.0
+SEARCHES_MAX = 4
 
 
 class DashboardService:
@@ -44,6 +45,7 @@ class DashboardService:
         self._mailbox = Mailbox(self._apply, self.counts, messages_max=QUEUE_MAX, slice_s=SLICE_S)
         self._subscriptions: list[Subscription] = []
         self._ticking: asyncio.Task[None] | None = None
+        self._searches = 0
         self._loop = asyncio.get_running_loop()
         self._on: dict[str, Callable[[Picture, bytes, float], None]] = {
             "kv": lambda picture, data, now_s: picture.kv(messages.decode_kv(data), now_s),
@@ -91,14 +93,18 @@ class DashboardService:
         """Return the story of a request, from memory or from the last hour's record.
 
         Raises:
-            BusError: it is not in memory, and the record cannot be read, or not in time.
+            BusError: it is not in memory, and the record cannot be read, not in time, or is being
+                read by too many already.
         """
         picture = self.picture(model)
         found = None if picture is None else picture.story(request)
         if found is not None or not request:
             return found
+        if self._searches >= SEARCHES_MAX:
+            raise BusError(f"{SEARCHES_MAX} searches of the last hour run already; try again")
         teller = StoryTeller(request)
         since_s = time.time() - SEARCH_S - ROWS_S_MAX
+        self._searches += 1
         try:
             async with asyncio.timeout(SEARCH_TIMEOUT_S):
                 await self._search(teller, model, since_s)
@@ -107,6 +113,8 @@ class DashboardService:
                 f"the last hour could not be searched within {SEARCH_TIMEOUT_S:g} s; "
                 "`multiplane audit show` takes the time it needs"
             ) from error
+        finally:
+            self._searches -= 1
         return teller.story
 
     async def _search(self, teller: StoryTeller, model: str, since_s: float) -> None:

@@ -9,7 +9,13 @@ import pytest
 
 from controlplane.dashboard.cells import Cell
 from controlplane.dashboard.frames import Viewer, verdicts
-from controlplane.dashboard.picture import Picture, PictureLimits
+from controlplane.dashboard.picture import (
+    ATTEMPTS_MAX,
+    PREFILLS_MAX,
+    UNREGISTERED_S,
+    Picture,
+    PictureLimits,
+)
 from controlplane.dashboard.tenants import TENANTS_MAX, Tenants
 from controlplane.dashboard.windows import SAMPLES_A_SLOT, Windows, percentile
 from schemas.bus import (
@@ -22,6 +28,7 @@ from schemas.bus import (
     KvBatch,
     LoadReport,
     PolicyOverride,
+    Prefilled,
     RouteBatch,
     Routed,
 )
@@ -367,3 +374,31 @@ def test_details_of_an_instance() -> None:
     cell.load = LoadReport("a", 1, 0, 0.0, 0, 0, prefill_tokens_per_s=9.0)
     assert cell.details()["engine"] == "0.32.0"
     assert cell.details()["prefill_tokens_per_s"] == 9.0
+
+
+def test_instances_without_a_record_are_forgotten() -> None:
+    """The last words of one that left come after its record's end, and would show it for good."""
+    picture = Picture("m", PictureLimits(instances_max=2))
+    picture.record("gone", _record("gone"))
+    picture.record("stays", _record("stays"))
+    picture.record("gone", None)
+    picture.kv(KvBatch("gone", 1, 0, 0.0, []), 100.0)
+    picture.tick(100.0 + UNREGISTERED_S)
+    assert set(picture.cells) == {"gone", "stays"}
+    picture.tick(100.1 + UNREGISTERED_S)
+    assert set(picture.cells) == {"stays"}
+    picture.record("next", _record("next"))
+    assert set(picture.cell_values(200.0)) == {"stays", "next"}
+
+
+def test_a_request_that_is_sent_for_ever_has_a_bounded_story() -> None:
+    """Also where a router, or who forges one, repeats itself."""
+    picture = Picture("m")
+    told = [Routed("q", "a", 0.0, attempt=number) for number in range(ATTEMPTS_MAX + 5)] + [
+        Prefilled("q", "a", 1)
+    ] * (PREFILLS_MAX + 5)
+    picture.route(RouteBatch("r", 1, 0, 0.0, told), 100.0)
+    story = picture.story("q")
+    assert story is not None
+    assert len(story.attempts) == ATTEMPTS_MAX
+    assert len(story.attempts[-1].prefilled) == PREFILLS_MAX

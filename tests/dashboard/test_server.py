@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from controlplane.bus.memory_bus import MemoryBroker, MemoryBus
 from controlplane.dashboard import server as server_module
 from controlplane.dashboard import service as service_module
+from controlplane.dashboard.picture import Picture
 from controlplane.dashboard.server import DashboardServer
 from controlplane.dashboard.service import DashboardService
 from schemas import subjects
@@ -29,10 +31,13 @@ class Rig:
         url: of the page, without a path.
     """
 
-    def __init__(self, broker: MemoryBroker, service: DashboardService, port: int) -> None:
+    def __init__(
+        self, broker: MemoryBroker, service: DashboardService, server: DashboardServer
+    ) -> None:
         self.bus: MemoryBus = broker.bus()
         self.service = service
-        self.url = f"http://127.0.0.1:{port}"
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.port}"
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20.0))
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
@@ -61,7 +66,7 @@ async def rig(host: str = "127.0.0.1") -> AsyncIterator[Rig]:
     await service.start()
     server = DashboardServer(service, host, 0)
     await server.start()
-    made = Rig(broker, service, server.port)
+    made = Rig(broker, service, server)
     try:
         yield made
     finally:
@@ -178,6 +183,21 @@ async def test_pages_that_follow_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
                 await asyncio.sleep(0)
 
 
+async def test_a_page_that_never_reads_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep others out for as long as it likes, as would a machine that was shut."""
+    monkeypatch.setattr(server_module, "FRAME_S", 0.0)
+    monkeypatch.setattr(server_module, "WRITE_S_MAX", 0.1)
+    async with rig() as made:
+        made.service.pictures |= {f"{n:04}" + "m" * 4000: Picture("m") for n in range(50)}
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(made.url).port)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        assert made.server.viewers == 1
+        await made.until(lambda: not made.server.viewers)
+        writer.close()
+
+
 async def test_stories_come_from_memory_or_from_the_record() -> None:
     """A request that is forgotten is looked up in the stream; one that never was is a 404."""
     async with rig() as made:
@@ -203,6 +223,18 @@ async def test_a_search_that_takes_too_long_says_what_to_do(
         status, body = await made.get("/api/story?request=q1")
         assert status == 503
         assert "multiplane audit show" in body["error"]["message"]
+
+
+async def test_searches_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads an hour's record: the next one is told so, and what is in memory is told."""
+    monkeypatch.setattr(service_module, "SEARCHES_MAX", 0)
+    async with rig() as made:
+        tape = Tape()
+        tape.ask(1, name="q1")
+        await made.play(tape)
+        status, body = await made.get("/api/story?request=q2")
+        assert (status, body["error"]["message"][:10]) == (503, "0 searches")
+        assert (await made.get("/api/story?request=q1"))[0] == 200
 
 
 async def test_what_comes_too_fast_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
