@@ -103,6 +103,9 @@ async def _serve_around(service: SidecarService, engine: EngineProcess, stop: as
             await serving
             return _exit_status(ended.result()) or 1
         await serving
+        if service.engine_left:
+            # Somebody has signalled it, too, as systemd does; a second one might end it at once.
+            await asyncio.wait([ended], timeout=ENGINE_GRACE_S)
         status = await engine.stop(ENGINE_GRACE_S)
         return 0 if status == -signal.SIGTERM else _exit_status(status)
     finally:

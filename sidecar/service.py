@@ -62,6 +62,7 @@ class SidecarService:
         instances: one for each rank; empty before the engine's facts are known.
         counts: engine_losses, engine_restarts, engine_stills, engine_errors, not_an_engine,
             rivals, bus_errors, records, loads.
+        engine_left: whether the engine ceased to answer while it was drained.
     """
 
     def __init__(self, config: SidecarConfig, bus: Bus) -> None:
@@ -78,6 +79,7 @@ class SidecarService:
         self._dirty = asyncio.Event()
         self._started_wall_s: float | None = None
         self._failures = 0
+        self.engine_left = False
         self._look_again = self._stopping = self._ended = False
         self._reminders = Reminders()
         self._names_due_s = self._refusal_due_s = self._rivals_due_s = float("-inf")
@@ -465,6 +467,7 @@ class SidecarService:
             except EngineError as error:
                 if self._failures >= self.config.health_failures_max:
                     logger.warning("the engine does not answer while draining: %s", error)
+                    self.engine_left = True
                     return
             idle = all(instance.load.load().idle for instance in self.instances)
             looks = looks + 1 if idle else 0

@@ -60,6 +60,24 @@ os.execv(sys.executable, [sys.executable, "-m", "lab.server", "--model-dir", giv
     "--kv-replay-port", events["replay_endpoint"].rpartition(":")[2]])
 """
 
+# The same, but it finishes what it has when it is signalled, and a second signal ends it at once.
+SIGNALLED_TWICE = """\
+import signal, time
+engine = subprocess.Popen(COMMAND)
+def finish(*_):
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+    engine.terminate()
+    engine.wait()
+    while "does not answer while draining" not in open({log!r}).read():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    open({finished!r}, "w").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, finish)
+while True:
+    signal.pause()
+"""
+
 
 @pytest.fixture
 async def nats() -> AsyncIterator[tuple[str, Router]]:
@@ -139,10 +157,15 @@ async def test_a_sidecar_beside_an_engine_ends_when_asked(
         await eventually(lambda: router.history[-1] == ("i-1", "deleted"))
 
 
-async def launched(sidecar: Process, url: str, tmp_path: Path, **more: Any) -> list[int]:
+async def launched(
+    sidecar: Process, url: str, tmp_path: Path, ending: str = "", **more: Any
+) -> list[int]:
     """Start a sidecar around an engine; returns the process ids of engine and its child."""
     vllm = tmp_path / "vllm"
-    vllm.write_text(VLLM.format(python=sys.executable, root=str(Path(__file__).parents[2])))
+    script = VLLM.format(python=sys.executable, root=str(Path(__file__).parents[2]))
+    if ending:
+        script = script.replace("os.execv(sys.executable, [", "COMMAND = ([") + ending
+    vllm.write_text(script)
     vllm.chmod(0o755)
     pids = tmp_path / "pids"
     await sidecar.start(
@@ -186,6 +209,22 @@ async def test_a_launched_engine_is_followed_and_ended(
         await eventually(lambda: alive(pids) == [])
         await eventually(lambda: router.history[-1] == ("i-1", "deleted"))
         assert ("i-1", "draining") in router.history
+
+
+async def test_an_engine_that_was_signalled_too_is_not_signalled_again(
+    nats: tuple[str, Router], tmp_path: Path
+) -> None:
+    """Whoever stops the sidecar may signal all processes: the engine finishes what it has."""
+    url, router = nats
+    finished = tmp_path / "finished"
+    async with process(tmp_path) as sidecar:
+        ending = SIGNALLED_TWICE.format(log=str(sidecar.log), finished=str(finished))
+        pids = await launched(sidecar, url, tmp_path, ending, settle_s=1.0)
+        await eventually(lambda: router.state("i-1") == "ready", START_S_MAX)
+        os.kill(pids[0], signal.SIGTERM)
+        assert await sidecar.end(signal.SIGTERM) == 0
+        assert finished.exists()
+        await eventually(lambda: alive(pids) == [])
 
 
 async def test_a_launched_engine_that_dies_ends_its_sidecar(
