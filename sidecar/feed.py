@@ -47,8 +47,8 @@ class BlockFeed:
         stream: the sequence of the engine's events.
         mirror: the engine's blocks.
         relay: the published set.
-        counts: undecodable payloads, replays, failed replays, snapshots served, missed_live:
-            messages that only a replay brought.
+        counts: undecodable payloads, unapplied ones, at which all begins anew, replays, failed
+            replays, snapshots served, missed_live: messages that only a replay brought.
         changed: called when something changed that is in the instance's record.
     """
 
@@ -160,7 +160,13 @@ class BlockFeed:
             self.counts["undecodable"] += 1
             logger.debug("%s: %s", self.instance_id, error)
             return
-        self.relay.apply(self.mirror.apply(batch))
+        try:
+            self.relay.apply(self.mirror.apply(batch))
+        except Exception:  # a bug: half applied, and raised again it would end the reading for good
+            logger.exception("%s: an event batch cannot be applied", self.instance_id)
+            self.counts["unapplied"] += 1
+            self._begin_epoch(NewEpoch("a batch could not be applied", complete=False))
+            return
         if self._facts() != before:
             self.changed()
         if self.mirror.blind != self._blind:

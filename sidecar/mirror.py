@@ -209,7 +209,7 @@ class Mirror:
                 self._keep_orphans(event, place)
                 return Outcome.UNKNOWN_PARENT
             hashes = self._hashes_of(event, parent)
-        except (OverflowError, TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError, RecursionError):
             return Outcome.MALFORMED
         self._learn(event.block_hashes, parent, hashes)
         from_root = parent == ROOT

@@ -10,6 +10,7 @@ import pytest
 from controlplane.bus import BusError
 from schemas import subjects
 from schemas.vllm_events import BlockStored, encode_batch
+from sidecar.changes import Change
 from sidecar.config import SidecarConfig
 from sidecar.feed import BlockFeed, new_epoch
 from sidecar.mirror import MirrorConfig
@@ -72,6 +73,38 @@ async def test_messages_that_do_not_decode_cost_only_themselves(rig: Rig) -> Non
     await rig.send(stored(1))
     assert rig.feed.counts["undecodable"] == 1
     await eventually(lambda: len(rig.router.blocks("i-1")) == 1)
+
+
+async def test_extras_nested_too_deep_cost_only_their_event(rig: Rig) -> None:
+    """They can be decoded and not be encoded again."""
+    for depth in range(900, 1000):
+        nested = b"\x91" * depth + b"\x90"
+        keys = [["MARK"]]
+        event = BlockStored([depth], None, [1] * 4, 4, medium="GPU", group_idx=0, extra_keys=keys)
+        await rig.send(encode_batch(0.0, [event], 0).replace(b"\xa4MARK", nested))
+    await rig.send(stored(1))
+    await eventually(lambda: rig.feed.mirror.hash_of(1) in rig.router.blocks("i-1"))
+    assert rig.feed.counts["unapplied"] == 0
+
+
+async def test_a_batch_that_cannot_be_applied_costs_an_epoch(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it left half done is not trusted, and what follows is followed."""
+
+    def fail(_: object) -> list[Change]:
+        raise KeyError("a bug")
+
+    await rig.send(stored(1))
+    epoch = rig.feed.epoch
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.feed.mirror, "apply", fail)
+        await rig.send(stored(2))
+    await rig.send(stored(3))
+    assert rig.feed.epoch > epoch
+    assert not rig.feed.mirror.complete
+    assert "cannot be applied" in caplog.text
+    await eventually(lambda: rig.router.blocks("i-1") == {rig.feed.mirror.hash_of(3)})
 
 
 async def test_blindness_is_an_alarm_until_something_applies(
