@@ -34,7 +34,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
         buffered_bytes_max: all request bodies held at once; past it: 503 with Retry-After.
         pipeline_bytes_max: bytes taken ahead of the request being answered; past it reading stops.
         write_buffer_bytes: unsent answer bytes past which the engine's connection stops being read.
-        connections_max: open client connections; past it: 503 and close.
+        connections_max: open client connections; past it: 503 and close. TLS handshakes in progress
+            are none yet: `tls_handshake_s` bounds what they hold.
         connections_per_client_max: the same for one client address (a load balancer is one client).
         header_time_s: first byte to blank line; past it: 408.
         body_time_s: blank line to the body's last byte; past it: 408.
