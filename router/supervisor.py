@@ -187,7 +187,7 @@ class Supervisor:
         self._config = config
         self._log_level = log_level
         self._stdout = os.dup(sys.stdout.fileno())
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[int, asyncio.Task[None]] = {}  # by place
         self._leaving: set[asyncio.Task[int]] = set()
         self._generation = 0
 
@@ -203,7 +203,8 @@ class Supervisor:
                 await self.stop()
                 raise failure
         self.started = True
-        self._keepers = [asyncio.create_task(self._keep(place)) for place in self.places]
+        for place in self.places:
+            self._attend(place)
 
     async def _fill(self, place: Place) -> None:
         """Start a worker at a place."""
@@ -211,9 +212,10 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End all workers, those that have been replaced too."""
-        for keeper in self._keepers:
+        keepers = self._keepers.values()
+        for keeper in keepers:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*keepers, return_exceptions=True)
         for place in self.places:
             if place.worker is not None:
                 self._let_go(place.worker)
@@ -239,6 +241,7 @@ class Supervisor:
                     logger.error("worker %d stays as it is: %s", place.number, error)
                     continue
                 before, place.worker = place.worker, successor
+                self._attend(place)
             if before is not None:
                 await asyncio.shield(self._let_go(before))
             logger.info("worker %d has been replaced", place.number)
@@ -253,6 +256,13 @@ class Supervisor:
         )
         return WorkerOrder(config, self._log_level, self._stdout)
 
+    def _attend(self, place: Place) -> None:
+        """Keep the worker that is at a place now running, and no earlier one."""
+        keeper = self._keepers.get(place.number)
+        if keeper is not None:
+            keeper.cancel()
+        self._keepers[place.number] = asyncio.create_task(self._keep(place))
+
     async def _keep(self, place: Place) -> None:
         """Start a worker anew whenever it ends, until cancelled."""
         loop = asyncio.get_running_loop()
@@ -264,11 +274,8 @@ class Supervisor:
                 status = await worker.lived()
                 if loop.time() - since_s > LIVED_LONG_S:
                     wait_s = WAIT_S_MIN
-                if place.worker is worker:
-                    logger.error("worker %d ended with status %d", place.number, status)
+                logger.error("worker %d ended with status %d", place.number, status)
             async with place.changing:
-                if place.worker is not worker:
-                    continue  # It was replaced.
                 place.worker = None
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, WAIT_S_MAX)

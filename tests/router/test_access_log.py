@@ -164,7 +164,10 @@ def test_a_pipe_that_nobody_reads_does_not_keep_the_process(tmp_path: Path) -> N
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.wait(20.0) == 0
+        try:
+            assert process.wait(20.0) == 0
+        finally:
+            process.kill()
         assert process.stderr is not None
         assert b"takes nothing: 1000 lines are lost" in process.stderr.read()
 

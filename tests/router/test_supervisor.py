@@ -232,6 +232,25 @@ async def test_a_stop_waits_for_those_that_were_replaced(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+async def test_a_successor_that_dies_is_replaced_at_once(
+    executable: Executable, tmp_path: Path
+) -> None:
+    """Also while the worker before it still has streams to finish."""
+    executable(2.0)
+    kept = Supervisor(config(), 1)
+    await kept.start()
+    (before,) = pids(kept)
+    renewing = asyncio.create_task(kept.renew())
+    await until(lambda: pids(kept) != [before])
+    (successor,) = pids(kept)
+    os.kill(successor, signal.SIGKILL)
+    await until(lambda: pids(kept)[0] not in (0, successor))
+    assert not finished(tmp_path)
+    (after,) = pids(kept)
+    await asyncio.gather(renewing, kept.stop())
+    assert finished(tmp_path) == {str(before), str(after)}
+
+
 async def test_a_signal_during_a_renewal_is_not_lost(
     executable: Executable, tmp_path: Path
 ) -> None:
