@@ -7,7 +7,7 @@ import secrets
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -102,6 +102,12 @@ def _split_url(url: str) -> tuple[str, str | None, str | None]:
     userinfo, at, host = rest.rpartition("@")
     if not host:
         raise BusError("a NATS URL must name a host: nats://HOST:PORT")
+    try:
+        port = urlsplit(f"{scheme}://{host}").port
+    except ValueError as error:
+        raise BusError(f"not a NATS URL: {scheme}://{host}: {error}") from error
+    if port == 0:
+        raise BusError(f"not a NATS URL: {scheme}://{host}: nobody listens on port 0")
     user, colon, password = userinfo.partition(":")
     return (
         f"{scheme}://{host}",

@@ -208,6 +208,10 @@ def test_the_inbox_is_the_users_own() -> None:
     [
         ([], NatsOptions(), "no NATS server"),
         (["http://h"], NatsOptions(), "not a NATS URL"),
+        (["nats://h:99999"], NatsOptions(), "h:99999: Port out of range"),
+        (["nats://h:0"], NatsOptions(), "port 0"),
+        (["nats://a:b:c"], NatsOptions(), "not a NATS URL"),
+        (["nats://[::1"], NatsOptions(), "not a NATS URL"),
         (["nats://u:p@"], NatsOptions(), "must name a host"),
         (["nats://h"], NatsOptions(tls_ca="/nowhere/ca.pem"), "/nowhere/ca.pem"),
         (["nats://h"], NatsOptions(creds="/nowhere/user.creds"), "nkeys|/nowhere/user.creds"),
