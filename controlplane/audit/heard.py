@@ -65,6 +65,25 @@ class Unreadable(msgspec.Struct, frozen=True):
     seq: int = 0
 
 
+WALL_S_MAX = 1e11
+PROMPT_TOKENS_MAX = 1 << 24
+
+
+def is_time(wall_s: float) -> bool:
+    """Whether Unix seconds are a moment that calendars know."""
+    return 0.0 <= wall_s < WALL_S_MAX
+
+
+def is_plausible(event: messages.Routed) -> bool:
+    """Whether a decision's numbers can be: anybody on the bus may write what no router would."""
+    return (
+        is_time(event.at_wall_s)
+        and (event.prompt_tokens or 0) <= PROMPT_TOKENS_MAX
+        and all(each.depth_blocks <= PROMPT_TOKENS_MAX for each in event.classes)
+        and all(0 <= number < 1 << 63 for number in event.kv_seq or ())
+    )
+
+
 def understand(record: Record) -> Heard | Unreadable:
     """Return what a recorded message says."""
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from controlplane.audit.heard import Message
+from controlplane.audit.heard import Message, is_time
 from controlplane.audit.why import sentence, why
 from controlplane.core.candidates import Candidates
 from schemas.bus import (
@@ -27,7 +27,9 @@ ID_LENGTH = 12
 
 
 def clock(wall_s: float) -> str:
-    """Return a time of day, UTC, in milliseconds."""
+    """Return a time of day, UTC, in milliseconds; dashes for what is no time."""
+    if not is_time(wall_s):
+        return "--:--:--.---"
     return datetime.fromtimestamp(wall_s, UTC).strftime("%H:%M:%S.%f")[:-3]
 
 

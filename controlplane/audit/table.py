@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from controlplane.audit.heard import Heard, Unreadable
+from controlplane.audit.heard import Heard, Unreadable, is_plausible
 from controlplane.audit.why import why
 from controlplane.core.candidates import Candidates, RowsBook
 from controlplane.core.decision import Candidate
@@ -75,7 +75,8 @@ class Table:
         open_max: decisions that wait for their ends; beyond it the oldest leave without.
 
     Attributes:
-        counts: rows, rows without an end, ends without a decision, unreadable messages.
+        counts: rows, rows without an end, ends without a decision, unreadable messages,
+            implausible decisions.
     """
 
     def __init__(self, *, with_candidates: bool = False, open_max: int = 100_000) -> None:
@@ -97,6 +98,8 @@ class Table:
         for event in batch.events:
             if isinstance(event, FleetRows):
                 rows.told(batch.router_id, batch.epoch, event)
+            elif isinstance(event, Routed) and not is_plausible(event):
+                self.counts["implausible"] += 1
             elif isinstance(event, Routed):
                 seen = rows.read(batch.router_id, batch.epoch, event)
                 key = (heard.model, batch.router_id, event.request_id, event.instance_id)

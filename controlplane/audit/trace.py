@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from controlplane.audit.heard import Heard, Unreadable
+from controlplane.audit.heard import Heard, Unreadable, is_plausible, is_time
 from controlplane.core.hashing import ROOT, unpack_hashes
 from schemas.bus import Finished, KvBatch, KvStored, RouteBatch, Routed
 
@@ -117,6 +117,9 @@ class TraceWriter:
 
     def _event(self, router_id: str, event: object) -> None:
         if isinstance(event, Routed) and not event.attempt:
+            if not is_plausible(event):
+                self.counts["left out: no router would say that"] += 1
+                return
             known = event.exact and event.prompt_tokens and event.block_size
             if not known or (event.prompt_key is None and _blocks_of(event)):
                 self.counts["left out: no tokens known"] += 1
@@ -131,7 +134,7 @@ class TraceWriter:
                     self.counts["left out: too many under way"] += 1
         elif isinstance(event, Finished) and event.outcome != "retried":
             routed = self._running.pop((router_id, event.request_id), None)
-            if routed is not None:
+            if routed is not None and is_time(event.at_wall_s):
                 output = max(event.output_tokens or 1, 1)
                 self._ended.append(_Asked(routed, output, event.at_wall_s))
 

@@ -163,9 +163,11 @@ class _Parquet:
         self._write(self._table.end())
         self._files.close()
         counts = self._table.counts
+        absurd = counts["implausible"]
         return (
             f"{counts['rows']:,} decisions, {counts['rows without an end']:,} of them without an "
             f"end, in {len(self._files.files)} files"
+            + (f"; left out: {absurd:,} that no router would make" if absurd else "")
         )
 
     def _write(self, rows: Iterable[DecisionRow]) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow.parquet as pq
 import pytest
 
 from controlplane.audit.heard import Unreadable
+from controlplane.audit.lines import clock
 from controlplane.audit.parquet import ParquetFiles
 from controlplane.audit.table import DecisionRow, Table
 from controlplane.audit.trace import TraceLine, TraceWriter
 from controlplane.core.hashing import pack_hashes
 from lab.traces import Trace, read_trace
-from schemas.bus import KvStored
+from schemas import subjects
+from schemas.bus import ClassCoverage, Finished, KvStored, RouteBatch, Routed
 from tests.audit.tape import Tape
 from tests.core.plane_helpers import prompt
 
@@ -228,3 +231,49 @@ def test_remembered_blocks_are_bounded(tmp_path: Path) -> None:
     tape.ask(*range(11, 18))
     writer, _ = trace_of(tape, tmp_path, blocks_max=7)
     assert writer.counts["blocks_unknown"] == 3, "3, 5 and 6 of the first"
+
+
+ABSURD = [
+    {"at_wall_s": float("nan")},
+    {"at_wall_s": 1e308},
+    {"at_wall_s": -1.0},
+    {"prompt_tokens": 1 << 53},
+    {"kv_seq": (-1, 0)},
+    {"kv_seq": (1, (1 << 64) - 1)},
+    {"classes": [ClassCoverage(1, 1 << 53, 1)]},
+]
+
+
+@pytest.mark.parametrize("absurd", ABSURD, ids=str)
+def test_what_no_router_would_say_is_left_out(absurd: dict[str, Any], tmp_path: Path) -> None:
+    """One forged message would end every export as long as the record keeps it."""
+    tape = _tape()
+    event = Routed("forged", "a", **{"at_wall_s": 0.0, "block_size": 16, "prompt_key": 1} | absurd)
+    told = [event, Finished("forged", "a", "ok", 200, 1.0)]
+    tape.write(subjects.route("m", "forger"), RouteBatch("forger", 1, 0, 0.0, told))
+    table, rows = rows_of(tape)
+    assert table.counts["implausible"] == 1
+    assert [row.request_id for row in rows] == ["q1", "q2"]
+    files = ParquetFiles(tmp_path, "run")
+    for row in rows:
+        files.add(row)
+    files.close()
+    writer, trace = trace_of(tape, tmp_path)
+    assert writer.counts["left out: no router would say that"] == 1
+    assert len(trace.requests) == 1
+
+
+def test_an_end_at_no_time_keeps_no_other_from_the_trace(tmp_path: Path) -> None:
+    """It would be waited for to the end of the record, and beyond."""
+    tape = Tape()
+    asked = Routed("q0", "a", 0.0, prompt_tokens=16, block_size=16, prompt_key=1)
+    told = [asked, Finished("q0", "a", "ok", 200, float("nan"))]
+    tape.write(subjects.route("m", "forger"), RouteBatch("forger", 1, 0, 0.0, told))
+    tape.ask(1, name="q1")
+    assert len(trace_of(tape, tmp_path)[1].requests) == 1
+
+
+@pytest.mark.parametrize("wall_s", [float("nan"), float("inf"), -1.0, 1e300])
+def test_what_is_no_time_is_shown_as_dashes(wall_s: float) -> None:
+    """Lines go on, whatever somebody said the time was."""
+    assert clock(wall_s) == "--:--:--.---"
