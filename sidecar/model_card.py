@@ -159,10 +159,26 @@ def _template(folder: Path, config: dict[str, Any], override: str) -> str | None
         template = config.get("chat_template")
     if isinstance(template, list):
         named = {
-            each.get("name"): each.get("template") for each in template if isinstance(each, dict)
+            each["name"]: each.get("template")
+            for each in template
+            if isinstance(each, dict) and isinstance(each.get("name"), str)
         }
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _carried(value: Any) -> Any:
+    """Return a JSON value with integers of any size as numbers that a message carries.
+
+    Where a model has no longest prompt, transformers writes 10^30 for it.
+    """
+    if isinstance(value, dict):
+        return {key: _carried(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_carried(each) for each in value]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return float(value)
+    return value
 
 
 def _token_text(token: Any) -> str | None:
@@ -178,10 +194,10 @@ def _json(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     try:
-        content: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        content = msgspec.json.decode(data, type=dict[str, Any])
+        return {key: _carried(value) for key, value in content.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise CardError(f"{path} cannot be read: {error}") from error
-    return content
 
 
 def _text(data: bytes, name: str) -> str:

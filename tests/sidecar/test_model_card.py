@@ -87,6 +87,8 @@ def test_special_tokens_come_from_both_files(tmp_path: Path) -> None:
     [
         ({"tokenizer__json": "not json"}, "is no tokenizer"),
         ({"tokenizer_config__json": "[1]"}, "cannot be read"),
+        ({"tokenizer_config__json": '{"a": ' + "[" * 900 + "]" * 900 + "}"}, "cannot be read"),
+        ({"tokenizer_config__json": '{"a": 1' + "0" * 400 + "}"}, "cannot be read"),
     ],
 )
 def test_files_that_are_not_what_they_should_be(
@@ -95,6 +97,21 @@ def test_files_that_are_not_what_they_should_be(
     """The error names the file."""
     with pytest.raises(CardError, match=said):
         card_of(folder_with(tmp_path, **files))
+
+
+def test_numbers_of_any_size_are_in_a_card(tmp_path: Path) -> None:
+    """Transformers writes 10^30 where a model has no longest prompt; no message carries it."""
+    text = '{"model_max_length": 1000000000000000019884624838656, "a": [{"b": -1%s}], "c": 7}'
+    folder_with(tmp_path, tokenizer_config__json=text % ("0" * 20))
+    card = decode_card(digest_of(card_of(tmp_path))[1])
+    assert card.tokenizer_config == {"model_max_length": 1e30, "a": [{"b": -1e20}], "c": 7}
+
+
+def test_templates_with_names_that_are_none_are_left_aside(tmp_path: Path) -> None:
+    """Another one of the list may be meant."""
+    templates = [{"name": ["x"], "template": "no"}, {"name": "default", "template": "yes"}]
+    folder_with(tmp_path, tokenizer_config__json={"chat_template": templates})
+    assert card_of(tmp_path).chat_template == "yes"
 
 
 def test_missing_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
