@@ -71,6 +71,12 @@ class CardUpload:
 
     async def _upload(self, facts: EngineFacts, block_size: int) -> None:
         try:
+            await self._build_and_put(facts, block_size)
+        except Exception:  # a bug: else nobody would learn why there is no card
+            logger.exception("no model card; routers will route %s by load", facts.model)
+
+    async def _build_and_put(self, facts: EngineFacts, block_size: int) -> None:
+        try:
             card = await asyncio.to_thread(self._build, facts, block_size)
         except CardError as error:
             logger.error("no model card: %s; routers will route %s by load", error, facts.model)

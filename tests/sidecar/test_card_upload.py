@@ -13,6 +13,7 @@ from router.prefix_cache import PrefixCache
 from router.tokens import PromptReader
 from schemas import subjects
 from schemas.bus import ModelCard, decode_card
+from sidecar import card_upload
 from tests.bus.worlds import MemoryWorld
 from tests.lab.server_helpers import serving
 from tests.sidecar.service_helpers import Router, eventually, sidecar_of
@@ -50,6 +51,24 @@ async def test_a_card_is_proved_by_its_engine(tmp_path: Path) -> None:
         other = await card_of(world, router, client.url, chat_template=str(mine))
         assert other.probes == card.probes
         assert "the engine tokenizes a chat otherwise" in problem_of(other)
+    await world.close()
+
+
+async def test_why_there_is_no_card_is_said_whatever_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody thought of costs the card, and is in the log."""
+
+    def fail(_: ModelCard) -> tuple[str, bytes]:
+        raise ArithmeticError("unthought of")
+
+    monkeypatch.setattr(card_upload, "digest_of", fail)
+    world = MemoryWorld()
+    router = Router(await world.bus())
+    await router.start()
+    async with serving() as client, sidecar_of(client.url, await world.bus()):
+        await eventually(lambda: "unthought of" in caplog.text)
+        await eventually(lambda: router.state("i-1") == "ready")
     await world.close()
 
 
