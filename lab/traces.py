@@ -152,6 +152,10 @@ class Trace(msgspec.Struct, frozen=True):
         return Trace(self.name, self.block_tokens, tuple(requests))
 
 
+SPAN_S_MAX = 366 * 86_400.0
+BLOCK_ID_MAX = (1 << 63) - 1
+
+
 def sample_trace() -> Trace:
     """Return the packaged trace: ten minutes of Mooncake's conversations, 1,750 requests."""
     folder = Path(__file__).with_name("assets") / "traces"
@@ -223,6 +227,8 @@ def read_azure(path: Path) -> Trace:
             tokens, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
         except (KeyError, ValueError, TypeError) as error:
             raise TraceError(f"{path}:{number}: not an Azure trace line: {error}") from error
+        if tokens > _IDS_PER_ROW * AZURE_BLOCK_TOKENS:
+            raise TraceError(f"{path}:{number}: {tokens} prompt tokens are more than any model's")
         first = number * _IDS_PER_ROW
         ids = tuple(range(first, first + -(-tokens // AZURE_BLOCK_TOKENS)))
         requests.append(TraceRequest(at_s, tokens, output, ids))
@@ -327,6 +333,8 @@ def _check(request: TraceRequest, block_tokens: int, place: str) -> None:
         raise TraceError(f"{place}: a request needs at least one prompt and one output token")
     if min(request.block_ids, default=0) < 0:
         raise TraceError(f"{place}: block ids must not be negative")
+    if max(request.block_ids, default=0) > BLOCK_ID_MAX:
+        raise TraceError(f"{place}: block ids must be at most {BLOCK_ID_MAX}")
     blocks = -(-request.input_tokens // block_tokens)
     if len(request.block_ids) != blocks:
         raise TraceError(
@@ -341,6 +349,12 @@ def _trace(path: Path, block_tokens: int, requests: list[TraceRequest]) -> Trace
         raise TraceError(f"{path}: there is no request in it")
     requests.sort(key=lambda request: request.at_s)
     start_s = requests[0].at_s
+    span_s = requests[-1].at_s - start_s
+    if not span_s <= SPAN_S_MAX:
+        raise TraceError(
+            f"{path}: from the first request to the last {span_s:.0f} s pass, which is over a "
+            "year: are its times in the unit of its format, and all from one clock?"
+        )
     return Trace(path.stem, block_tokens, tuple(requests)).cut(start_s)
 
 

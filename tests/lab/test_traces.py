@@ -57,12 +57,23 @@ def test_mooncake_lines_become_requests(tmp_path: Path) -> None:
         ({**LINE, "hash_ids": [1]}, "trace.jsonl:2: 600 prompt tokens make 2 blocks of 512, but"),
         ({**LINE, "hash_ids": [1, -2]}, "trace.jsonl:2: block ids must not be negative"),
         ({**LINE, "output_length": 0}, "trace.jsonl:2: a request needs at least one prompt"),
+        ({**LINE, "hash_ids": [1, 10**30]}, "trace.jsonl:2: block ids must be at most"),
+        ({**LINE, "timestamp": 1.7e15}, "over a year: are its times in the unit"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: Any, says: str) -> None:
     """An error names file, line and reason."""
     with pytest.raises(TraceError, match=says):
         read_mooncake(written(tmp_path, LINE, line))
+
+
+def test_azure_lines_with_prompts_of_any_length_are_refused(tmp_path: Path) -> None:
+    """Before their blocks are named, which would fill the memory."""
+    path = tmp_path / "trace.csv"
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    path.write_text(f"{head}\n2023-11-16 18:15:46.0,{10**15},1\n")
+    with pytest.raises(TraceError, match=r"trace.csv:2: .* more than any model's"):
+        read_azure(path)
 
 
 def test_unreadable_and_empty_files_are_named(tmp_path: Path) -> None:
