@@ -14,7 +14,11 @@ from tests.bus.worlds import eventually
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-RUN = "import sys; from controlplane.cli.main import run; sys.exit(run())"
+# Whoever runs the tests in the background may have SIGINT ignored, which processes hand down.
+RUN = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from controlplane.cli.main import run; sys.exit(run())"
+)
 LONG = "lab replay chatbot --policies all --duration 3600 --no-cache --jobs 2"
 
 
