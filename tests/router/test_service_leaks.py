@@ -139,7 +139,8 @@ async def test_a_thousand_random_aborts_leave_nothing(seed: int, waiting: bool) 
         assert process._server.stats.handler_errors == 0
         await until(lambda: len(asyncio.all_tasks()) <= tasks + len(rig.engines) * 4)
         await until(lambda: len(rig.of_kind(Finished)) == len(rig.of_kind(Routed)))
-        assert len(rig.of_kind(Routed)) > REQUESTS // 8
+        # Of those that wait, most of the clients leave before they are sent.
+        assert len(rig.of_kind(Routed)) > REQUESTS // (8 if waiting else 4)
         assert (await rig.chat("still here"))["object"]
 
 

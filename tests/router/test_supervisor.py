@@ -139,6 +139,15 @@ def beating(program: Path, folder: Path) -> None:
     )
 
 
+async def supervised_beats(program: Path, folder: Path, workers: int) -> Supervisor:
+    """Return a supervisor that has started workers which say that they live."""
+    beating(program, folder)
+    (folder / "bus").touch()
+    kept = Supervisor(config(), workers)
+    await kept.start()
+    return kept
+
+
 async def test_workers_that_wait_for_the_bus_are_waited_for(
     executable: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,10 +188,7 @@ async def test_a_worker_that_is_stuck_is_replaced(
 ) -> None:
     """One that has not ended, but does not run either, would keep its share of the port."""
     monkeypatch.setattr(supervisor, "SILENCE_S", 0.3)
-    beating(executable(0.0), tmp_path)
-    (tmp_path / "bus").touch()
-    kept = Supervisor(config(), 2)
-    await kept.start()
+    kept = await supervised_beats(executable(0.0), tmp_path, 2)
     stuck, well = pids(kept)
     os.kill(stuck, signal.SIGSTOP)
     await until(lambda: pids(kept)[0] not in (0, stuck))
@@ -200,10 +206,7 @@ async def test_a_stall_of_the_whole_machine_costs_no_worker(
 ) -> None:
     """A supervisor that was stalled, too, hears its workers out before it kills any."""
     monkeypatch.setattr(supervisor, "SILENCE_S", 0.3)
-    beating(executable(0.0), tmp_path)
-    (tmp_path / "bus").touch()
-    kept = Supervisor(config(), 1)
-    await kept.start()
+    kept = await supervised_beats(executable(0.0), tmp_path, 1)
     before = pids(kept)
     os.kill(before[0], signal.SIGSTOP)
     patience_s = supervisor.SILENCE_S * supervisor.SILENCES_MAX
